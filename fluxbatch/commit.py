@@ -1,0 +1,195 @@
+"""Publish a file or a folder once, durably: written whole under a temporary name, then created under its final one.
+
+The final name is made with ONE create-if-absent (`os.link`, or the rename of a non-empty folder), so two live
+copies of a job cannot replace each other's data. Knows nothing of what the files hold.
+
+Each step is announced with `sys.audit("fluxbatch.commit", step, path)`: it costs nothing without a hook, and a test
+installs a hook to stop the process exactly there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from fluxbatch import process
+
+TEMPORARY_PREFIX = ".tmp-"  # dataset readers ignore names that begin with a dot
+FSYNC_THREADS = 8
+ABANDONED_S = 86_400  # a temporary file of another host is nobody's after a day
+
+
+def step(name: str, path: Path) -> None:
+    """Announce one step of a commit to whoever audits this process."""
+    sys.audit("fluxbatch.commit", name, str(path))
+
+
+def temporary_sibling(path: Path) -> Path:
+    """A name in the same folder that no other attempt uses; it tells whose it is."""
+    owner = f"{process.host()}-{os.getpid()}"
+    return path.with_name(f"{TEMPORARY_PREFIX}{path.name}-{uuid.uuid4().hex[:12]}-{owner}")
+
+
+def fsync_folder(path: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_file(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _fsync_path(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def publish_file(path: Path, write: Callable[[BinaryIO], None]) -> bool:
+    """Write a file whole, then create it under `path` if nothing stands there.
+
+    Returns False when `path` exists already: somebody else, or an earlier attempt of ours, has committed it; read
+    it back. Whatever fails (a full disk, `write` itself), nothing is left under either name.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_sibling(path)
+    try:
+        with open(temporary, "xb") as file:
+            write(file)
+            step("temporary", path)
+            fsync_file(file)
+        step("fsync", path)
+        return _create(path, temporary)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            temporary.unlink()
+
+
+def _create(path: Path, temporary: Path) -> bool:
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    fsync_folder(path.parent)
+    step("publish", path)
+    return True
+
+
+def publish_folder(path: Path, fill: Callable[[Path], None]) -> bool:
+    """Fill a folder (at least one file), fsync all of it, then rename it to `path` if nothing stands there.
+
+    A folder renamed onto a non-empty one fails, and that is the create-if-absent. False as for `publish_file`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_sibling(path)
+    temporary.mkdir()
+    try:
+        fill(temporary)
+        step("temporary", path)
+        # Side by side they share journal commits: 1,000 files of 100 kB on ext4 took 0.2 s so, 3.3 s one by one.
+        with ThreadPoolExecutor(FSYNC_THREADS) as pool:
+            list(pool.map(_fsync_path, temporary.iterdir()))
+        fsync_folder(temporary)
+        step("fsync", path)
+        try:
+            os.rename(temporary, path)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                return False
+            raise
+        fsync_folder(path.parent)
+        step("publish", path)
+        return True
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Replace a small state file of one owner. Never for data."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_sibling(path)
+    try:
+        with open(temporary, "xb") as file:
+            file.write(content)
+            fsync_file(file)
+        os.replace(temporary, path)
+        fsync_folder(path.parent)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            temporary.unlink()
+
+
+def append_lines(path: Path, records: list[dict[str, Any]]) -> None:
+    """Append JSON lines in one write and make them durable. A line torn by an earlier crash is closed off first."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    created = not path.exists()
+    text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
+    step("before_lines", path)
+    with open(path, "ab+") as file:
+        if file.tell() and not _ends_with_newline(file):
+            text = "\n" + text
+        file.write(text.encode())
+        fsync_file(file)
+    if created:
+        fsync_folder(path.parent)
+    step("lines", path)
+
+
+def _ends_with_newline(file: BinaryIO) -> bool:
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) == b"\n"
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole JSON objects of a JSON-lines file; a torn or foreign line is passed over."""
+    try:
+        file = open(path, "rb")
+    except FileNotFoundError:
+        return
+    with file:
+        for line in file:
+            with contextlib.suppress(ValueError):
+                record = json.loads(line)
+                if isinstance(record, dict):
+                    yield record
+
+
+def sha256_file(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def remove_temporaries(folder: Path) -> int:
+    """Delete what dead attempts left in `folder` and return how many; a live copy's files stay until they are a day old."""
+    leftovers = [path for path in folder.glob(f"{TEMPORARY_PREFIX}*") if _is_abandoned(path)]
+    for path in leftovers:
+        shutil.rmtree(path, ignore_errors=True) if _is_real_folder(path) else path.unlink(missing_ok=True)
+    return len(leftovers)
+
+
+def _is_real_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _is_abandoned(path: Path) -> bool:
+    owner, _, pid = path.name.rpartition("-")
+    if pid.isdigit() and owner.endswith(f"-{process.host()}"):
+        return not process.is_alive(int(pid))
+    with contextlib.suppress(FileNotFoundError):
+        return time.time() - path.lstat().st_mtime > ABANDONED_S
+    return False

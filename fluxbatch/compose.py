@@ -1,0 +1,155 @@
+"""From the words of a command line to a JobConfig, through Hydra; its refusals as one sentence. Knows no verb."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from fluxbatch.config import JobConfig
+from fluxbatch.errors import ConfigError
+
+# Settings that are paths or names: their values are taken letter by letter, whatever Hydra's grammar thinks of them.
+LITERAL_KEYS = ("manifest.path", "output.dir", "model.path", "run.name", "run.deadline", "telemetry.prometheus_textfile")
+KINDS = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false", "String": "text"}
+
+
+def with_config(overrides: list[str], do: Callable[[JobConfig], int]) -> int:
+    """Compose the settings and hand them to `do`; its exit code, or the largest one of a multirun.
+
+    Hydra's own flags (`--cfg job`, `--help`, `-m`, ...) do what they always do. Raises ConfigError, one sentence, for
+    everything that Hydra or OmegaConf refuses.
+    """
+    codes: list[int] = []
+    errors: list[BaseException] = []
+
+    def task(composed: DictConfig) -> None:
+        try:
+            codes.append(do(_to_config(composed)))
+        except BaseException as error:  # kept from Hydra, which would print words of its own over it
+            errors.append(error)
+
+    multirun = {"-m", "--multirun"} & set(overrides)
+    sys.argv = ["fluxbatch", *(overrides if multirun else map(_literal, overrides))]
+    ConfigStore.instance().store(name="schema", node=JobConfig)
+    # With it Hydra lets its errors through to us, instead of printing them and ending the process with 1.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name="config")(task)()
+        if errors:
+            raise errors[0]
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_sentence(error, overrides)) from error
+    return max(codes, default=0)
+
+
+def conf_folder() -> Path:
+    """conf/ beside the package in a checkout, inside it in an installed wheel."""
+    here = Path(__file__).resolve().parent
+    inside = here / "conf"
+    return inside if inside.is_dir() else here.parent / "conf"
+
+
+def _literal(argument: str) -> str:
+    """Quote the values of literal keys: spaces, commas, =, # and any letter need no escaping there.
+
+    Left to Hydra: a list, a quoted value, an interpolation at the front, null, nothing.
+    """
+    key, _, value = argument.partition("=")
+    if key not in LITERAL_KEYS or value in ("", "null") or value.startswith(("[", "'", '"', "${")):
+        return argument
+    escaped = re.sub(r"(\\*)'", lambda match: match[1] * 2 + r"\'", value.replace("${", r"\${"))
+    closing = len(escaped) - len(escaped.rstrip("\\"))  # backslashes at the end would escape the closing quote
+    return f"{key}='{escaped}{chr(92) * closing}'"
+
+
+def _to_config(composed: DictConfig) -> JobConfig:
+    _refuse_added_keys(composed)
+    cfg = OmegaConf.to_object(composed)
+    assert isinstance(cfg, JobConfig)
+    return cfg
+
+
+def _refuse_added_keys(composed: DictConfig) -> None:
+    """`+key=value` adds what no dataclass knows; OmegaConf lets it through."""
+    known = set(_keys(JobConfig))
+    for group, node in composed.items():
+        names = [f"{group}.{name}" for name in node] if isinstance(node, DictConfig) else [str(group)]
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise ConfigError(_no_such_key(unknown[0]))
+
+
+def _keys(group: type, prefix: str = "") -> Iterator[str]:
+    for entry in dataclasses.fields(group):
+        default = entry.default_factory
+        if isinstance(default, type) and dataclasses.is_dataclass(default):
+            yield from _keys(default, f"{prefix}{entry.name}.")
+        yield f"{prefix}{entry.name}"
+
+
+def _no_such_key(key: str) -> str:
+    close = difflib.get_close_matches(key, list(_keys(JobConfig)), n=1)
+    hint = f"; did you mean {close[0]}?" if close else "; --cfg job prints all settings"
+    return f"{key} is not a setting{hint}"
+
+
+def _sentence(error: Exception, overrides: list[str]) -> str:
+    """The key, the rule and the value, out of Hydra's and OmegaConf's several lines."""
+    cause = error.__cause__ or error
+    first = _first_line(getattr(cause, "msg", None) or str(cause))
+    key = getattr(cause, "full_key", None) or _key_in(str(error))
+    if isinstance(error, MissingConfigException):
+        return _no_such_choice(str(error))
+    if key and re.match(r"Key '.*' (is )?not in|Could not override", first):
+        return _no_such_key(key)
+    wrong_type = re.match(r"Value (.*) of type '.*' could not be converted to (\w+)", first)
+    if key and wrong_type:
+        return f"{key} must be {KINDS.get(wrong_type[2], wrong_type[2])}, got {wrong_type[1]}"
+    if key and "not Optional" in first:
+        return f"{key} must be given, got null"
+    ambiguous = re.match("Ambiguous value for argument '(.*)'", first)
+    culprit = ambiguous[1] if ambiguous else _unparsable(overrides)
+    if culprit and not key:
+        name, _, value = culprit.partition("=")
+        return f"{name} must be quoted for Hydra, got {value}; write '{name}=\"{value}\"' (README, Paths and quoting)"
+    return f"{key}: {first}" if key else first
+
+
+def _first_line(text: str) -> str:
+    return next((line.strip() for line in text.splitlines() if line.strip()), text)
+
+
+def _key_in(text: str) -> str | None:
+    found = re.search(r"full_key: (\S+)", text)
+    return found[1] if found else None
+
+
+def _no_such_choice(text: str) -> str:
+    missing = re.search(r"Could not find '(\w+)/(.*)'", text)
+    options = re.findall(r"^\t(?!provider)(\S+)$", text, flags=re.MULTILINE)
+    if not missing:
+        return _first_line(text)
+    return f"{missing[1]} must be one of {', '.join(options)}, got {missing[2]!r}"
+
+
+def _unparsable(overrides: list[str]) -> str | None:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    parser = OverridesParser.create()
+    for override in map(_literal, overrides):
+        try:
+            parser.parse_override(override)
+        except HydraException:
+            return override
+    return None

@@ -1,0 +1,309 @@
+"""The settings: one plain dataclass per group in conf/, checked once at the door. Imports no torch, opens no manifest."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING
+
+from fluxbatch.errors import ConfigError
+from fluxbatch.records import RowRules
+
+OUTPUTS = ("parquet", "webdataset", "folder")
+IMAGE_FORMATS = ("png", "jpeg", "webp")
+MAX_SIDE = {"png": 2**31 - 1, "jpeg": 65_500, "webp": 16_383}  # what libjpeg and libwebp refuse beyond
+FAMILIES = ("flux1", "flux2")
+GUIDANCE = ("embedded", "classifier_free", "none")
+DTYPES = ("float32", "bfloat16", "float16")
+SEED_MIN, SEED_MAX = -(2**63), 2**64 - 1
+
+
+@dataclass
+class ManifestConfig:
+    """Which rows: conf/manifest/."""
+
+    path: Any = None  # a file, a folder, a glob, a URL, or a list of them
+    columns: dict[str, str | None] = field(default_factory=dict)  # our name: the manifest's; None: the same
+    drop_columns: list[str] = field(default_factory=list)
+    allow_blank_prompts: bool = False
+    size_policy: str = "reject"  # or floor
+    on_duplicate: str = "refuse"  # or keep_first
+    memory_gib: float = 1.0  # what the planner's sort may hold before it goes to disk
+
+
+@dataclass
+class ModelPreset:
+    """What a row gets that says nothing, unless `sampler.*` says otherwise."""
+
+    height: int = MISSING
+    width: int = MISSING
+    num_inference_steps: int = MISSING
+    guidance_scale: float = MISSING
+
+
+@dataclass
+class ModelConfig:
+    """Which model and how it is loaded: conf/model/."""
+
+    name: str = MISSING
+    family: str = MISSING  # flux1 or flux2
+    path: str | None = None  # a local folder in diffusers' layout, or a hub id
+    revision: str | None = None
+    random_weights: bool = False  # full size from the built-in configuration; for speed only
+    dtype: str = "bfloat16"
+    text_encoder_dtype: str | None = None  # None: model.dtype, but bfloat16 where that is float16
+    vae_dtype: str | None = None  # the same rule
+    device: str = "auto"
+    quantization: str = "none"
+    compile: str = "off"  # or regional
+    guidance: str = MISSING  # embedded, classifier_free or none
+    negative_prompts: bool = MISSING
+    max_sequence_length: int = 512
+    encode_batch_size: int = 8  # prompts in one text-encoder launch; fixed, so that bits do not depend on neighbours
+    decode_max_pixels: int = 4 * 1024 * 1024  # pixels in one VAE launch
+    size_multiple: int = 16
+    max_pixels: int = 4 * 1024 * 1024  # the largest image a row may ask for
+    license: str = "unknown"
+    preset: ModelPreset = field(default_factory=ModelPreset)
+
+
+@dataclass
+class SamplerConfig:
+    """How a row is drawn where its own columns are silent: conf/sampler/."""
+
+    height: int = MISSING
+    width: int = MISSING
+    num_inference_steps: int = MISSING
+    guidance_scale: float = MISSING
+    true_cfg_scale: float = 2.0  # FLUX.1 with a negative prompt: weight of the second pass
+    seed: int = 0
+
+
+@dataclass
+class PlanConfig:
+    """How rows become batches and shards: conf/plan/."""
+
+    batch_size: Any = "auto"  # a number, or auto
+    shard_size: int = 1000
+    tail: str = "pad"  # the last batch of a bucket is filled with copies that are never written
+
+
+@dataclass
+class PipelineConfig:
+    """How the stages run: conf/pipeline/."""
+
+    mode: str = MISSING  # double_buffered or serial
+    depth: int = 2  # batches in flight at each hand-over
+    encode_window: int = 8  # batches whose prompts are encoded together
+    prompt_cache: int = 64  # prompt embeddings kept on the device
+    compress_workers: int = 0  # 0: one a core, at most 16
+
+
+@dataclass
+class OutputConfig:
+    """What is written and where: conf/output/."""
+
+    kind: str = MISSING  # parquet, webdataset or folder
+    dir: str | None = None  # None: outputs/<run.name>
+    image_format: str = "png"
+    quality: int = 95  # of JPEG and WebP
+    png_level: int = 1
+    embed_parameters: bool = True
+    row_group_mib: int = 64
+
+
+@dataclass
+class RunConfig:
+    """How the process behaves: conf/run/."""
+
+    name: str | None = None  # None: the job's name, or the manifest's
+    rank: int | None = None
+    world_size: int | None = None
+    retry_failed: bool = False
+    grace_s: float = 25.0
+    deadline: str | None = None  # ISO 8601, with a zone; or seconds from the start as +3600
+    max_failed_fraction: float = 0.5
+    fail_on_row_errors: bool = True
+
+
+@dataclass
+class TelemetryConfig:
+    """What is measured and shown: conf/telemetry/."""
+
+    nvml: bool = True
+    interval_s: float = 10.0
+    progress: str = "auto"  # auto: a bar on a terminal, else lines; bar, lines or off
+    prometheus_textfile: str | None = None
+
+
+@dataclass
+class VerifyConfig:
+    """How thorough `verify` is: conf/verify/."""
+
+    decode: bool = True
+
+
+@dataclass
+class JobConfig:
+    """A whole job."""
+
+    manifest: ManifestConfig = field(default_factory=ManifestConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    output: OutputConfig = field(default_factory=OutputConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    verify: VerifyConfig = field(default_factory=VerifyConfig)
+
+
+Rule = tuple[str, Callable[[Any], bool], str]
+
+
+def _is_int(value: Any, low: int, high: float = math.inf) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _at_least(low: int) -> tuple[Callable[[Any], bool], str]:
+    return (lambda value: _is_int(value, low)), f"must be a whole number >= {low}"
+
+
+def _one_of(*choices: str) -> tuple[Callable[[Any], bool], str]:
+    return (lambda value: value in choices), f"must be one of {', '.join(choices)}"
+
+
+def _dtype_or_null(value: Any) -> bool:
+    return value is None or value in DTYPES
+
+
+RULES: tuple[Rule, ...] = (
+    ("manifest.size_policy", *_one_of("reject", "floor")),
+    ("manifest.on_duplicate", *_one_of("refuse", "keep_first")),
+    ("manifest.memory_gib", lambda v: 0.1 <= v < math.inf, "must be a number >= 0.1"),
+    ("model.family", *_one_of(*FAMILIES)),
+    ("model.dtype", *_one_of(*DTYPES)),
+    ("model.text_encoder_dtype", _dtype_or_null, f"must be null or one of {', '.join(DTYPES)}"),
+    ("model.text_encoder_dtype", lambda v: v != "float16", "must not be float16: T5 and Qwen3 overflow in it"),
+    ("model.vae_dtype", _dtype_or_null, f"must be null or one of {', '.join(DTYPES)}"),
+    ("model.vae_dtype", lambda v: v != "float16", "must not be float16: the VAE overflows in it and draws black"),
+    ("model.device", lambda v: re.fullmatch(r"auto|cpu|cuda(:\d+)?", v), "must be auto, cpu, cuda or cuda:N"),
+    ("model.quantization", *_one_of("none")),
+    ("model.compile", *_one_of("off", "regional")),
+    ("model.guidance", *_one_of(*GUIDANCE)),
+    ("model.max_sequence_length", lambda v: _is_int(v, 1, 512), "must be a whole number from 1 to 512"),
+    ("model.encode_batch_size", *_at_least(1)),
+    ("model.decode_max_pixels", *_at_least(1)),
+    ("model.size_multiple", *_at_least(1)),
+    ("model.max_pixels", *_at_least(1)),
+    ("sampler.height", *_at_least(1)),
+    ("sampler.width", *_at_least(1)),
+    ("sampler.num_inference_steps", *_at_least(1)),
+    ("sampler.guidance_scale", lambda v: 0 <= v < math.inf, "must be a finite number >= 0"),
+    ("sampler.true_cfg_scale", lambda v: 0 <= v < math.inf, "must be a finite number >= 0"),
+    ("sampler.seed", lambda v: _is_int(v, SEED_MIN, SEED_MAX), "must be from -2^63 to 2^64-1"),
+    ("plan.batch_size", lambda v: v == "auto" or _is_int(v, 1), "must be auto or a whole number >= 1"),
+    ("plan.shard_size", *_at_least(1)),
+    ("plan.tail", *_one_of("pad")),
+    ("pipeline.mode", *_one_of("double_buffered", "serial")),
+    ("pipeline.depth", *_at_least(1)),
+    ("pipeline.encode_window", *_at_least(1)),
+    ("pipeline.prompt_cache", *_at_least(0)),
+    ("pipeline.compress_workers", *_at_least(0)),
+    ("output.kind", *_one_of(*OUTPUTS)),
+    ("output.image_format", *_one_of(*IMAGE_FORMATS)),
+    ("output.quality", lambda v: _is_int(v, 1, 100), "must be a whole number from 1 to 100"),
+    ("output.png_level", lambda v: _is_int(v, 0, 9), "must be a whole number from 0 to 9"),
+    ("output.row_group_mib", lambda v: _is_int(v, 1, 99), "must be a whole number from 1 to 99"),
+    ("run.grace_s", lambda v: 0 <= v < math.inf, "must be a finite number of seconds >= 0"),
+    ("run.max_failed_fraction", lambda v: 0 <= v <= 1, "must be from 0 to 1"),
+    ("telemetry.interval_s", lambda v: 0 < v < math.inf, "must be a number of seconds > 0"),
+    ("telemetry.progress", *_one_of("auto", "bar", "lines", "off")),
+)
+
+
+def setting(cfg: JobConfig, key: str) -> Any:
+    """The value under a dotted key."""
+    value: Any = cfg
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def check(cfg: JobConfig) -> None:
+    """Refuse every impossible value with its dotted key, the rule and the value. Past this door, settings are trusted."""
+    for key, holds, rule in RULES:
+        value = setting(cfg, key)
+        if not holds(value):
+            raise ConfigError(f"{key} {rule}, got {value!r}")
+    _check_sizes(cfg)
+    _check_ranks(cfg.run)
+
+
+def _check_sizes(cfg: JobConfig) -> None:
+    multiple = cfg.model.size_multiple
+    for key in ("sampler.height", "sampler.width"):
+        value = setting(cfg, key)
+        if value % multiple:
+            low = value // multiple * multiple
+            nearest = ", ".join(str(side) for side in (low, low + multiple) if side)
+            raise ConfigError(f"{key} must be a multiple of {multiple} for {cfg.model.name}, got {value}; nearest {nearest}")
+    if cfg.sampler.height * cfg.sampler.width > cfg.model.max_pixels:
+        size = f"{cfg.sampler.height}x{cfg.sampler.width}"
+        raise ConfigError(f"sampler.height x sampler.width must be <= model.max_pixels={cfg.model.max_pixels}, got {size}")
+
+
+def _check_ranks(run: RunConfig) -> None:
+    if (run.rank is None) != (run.world_size is None):
+        raise ConfigError(f"run.rank and run.world_size must be given together, got {run.rank} and {run.world_size}")
+    if run.world_size is not None and not (run.world_size >= 1 and 0 <= run.rank < run.world_size):
+        raise ConfigError(f"run.rank must be from 0 to run.world_size - 1, got {run.rank} of {run.world_size}")
+
+
+def output_dir(cfg: JobConfig) -> Path:
+    """The run folder, absolute: `output.dir`, else outputs/<run name>, against the current directory."""
+    return Path(cfg.output.dir or Path("outputs") / run_name(cfg)).expanduser().absolute()
+
+
+def run_name(cfg: JobConfig) -> str:
+    """`run.name`, else the stem of the first manifest."""
+    if cfg.run.name:
+        return cfg.run.name
+    first = cfg.manifest.path if isinstance(cfg.manifest.path, str) else next(iter(cfg.manifest.path or ["run"]))
+    return Path(str(first)).stem or "run"
+
+
+def row_rules(cfg: JobConfig) -> RowRules:
+    """What each manifest row must keep to under these settings."""
+    return RowRules(
+        height=cfg.sampler.height,
+        width=cfg.sampler.width,
+        num_inference_steps=cfg.sampler.num_inference_steps,
+        guidance_scale=cfg.sampler.guidance_scale,
+        seed=cfg.sampler.seed,
+        size_multiple=cfg.model.size_multiple,
+        max_pixels=cfg.model.max_pixels,
+        max_side=MAX_SIDE[cfg.output.image_format],
+        size_policy=cfg.manifest.size_policy,
+        allow_blank_prompts=cfg.manifest.allow_blank_prompts,
+        guidance=cfg.model.guidance,
+        negative_prompts=cfg.model.negative_prompts,
+    )
+
+
+OUTPUT_AFFECTING = (
+    "model.name", "model.path", "model.revision", "model.random_weights", "model.dtype", "model.text_encoder_dtype",
+    "model.vae_dtype", "model.quantization", "model.compile", "model.guidance", "model.max_sequence_length",
+    "model.encode_batch_size", "sampler.true_cfg_scale", "output.kind", "output.image_format", "output.quality",
+    "output.png_level", "output.embed_parameters",
+)  # fmt: skip
+
+
+def fingerprint(cfg: JobConfig) -> dict[str, Any]:
+    """The settings that decide the bytes of a row beside the row itself; a resumed run must have the same."""
+    return {key: setting(cfg, key) for key in OUTPUT_AFFECTING}

@@ -1,0 +1,40 @@
+"""What can end a command, each with its exit code. Every message is one sentence: the place, the rule, the value."""
+
+EXIT_DONE = 0
+EXIT_FATAL = 1
+EXIT_CONFIG = 2
+EXIT_MANIFEST = 3
+EXIT_ROW_ERRORS = 4
+EXIT_DISCREPANCY = 5
+EXIT_BUSY = 6
+EXIT_INTERRUPTED = 75
+
+
+class FluxbatchError(Exception):
+    """A fatal error that a person can act on; `exit_code` is what the process ends with."""
+
+    exit_code = EXIT_FATAL
+
+
+class ConfigError(FluxbatchError):
+    """A setting is wrong: `plan.batch_size must be >= 1, got 0`."""
+
+    exit_code = EXIT_CONFIG
+
+
+class ManifestError(FluxbatchError):
+    """The manifest cannot be used as a whole (one bad row is a `Rejection` instead)."""
+
+    exit_code = EXIT_MANIFEST
+
+
+class FolderBusyError(FluxbatchError):
+    """Another live run owns the output folder."""
+
+    exit_code = EXIT_BUSY
+
+
+class Interrupted(FluxbatchError):
+    """A signal or the deadline stopped the run; the same command goes on."""
+
+    exit_code = EXIT_INTERRUPTED

@@ -1,0 +1,91 @@
+"""Every path of a run folder, in one place. Knows names only: it opens, makes and deletes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+SHARD_SUFFIX = {"parquet": ".parquet", "webdataset": ".tar", "folder": ""}
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """The paths under `root` (design: the run folder). Shard numbers have five digits in Parquet and folders, six in tars."""
+
+    root: Path
+
+    @property
+    def job(self) -> Path:
+        return self.root / "job.json"
+
+    def plan(self, part: int = 0) -> Path:
+        """`plan.parquet`; rows added or tried again later stand in `plan-00001.parquet` and so on."""
+        return self.root / ("plan.parquet" if part == 0 else f"plan-{part:05d}.parquet")
+
+    @property
+    def rejected(self) -> Path:
+        return self.root / "rejected.parquet"
+
+    @property
+    def data(self) -> Path:
+        return self.root / "data"
+
+    def shard(self, index: int, output: str) -> Path:
+        """The shard's file, or its folder where `output` is `folder`."""
+        digits = 6 if output == "webdataset" else 5
+        return self.data / f"shard-{index:0{digits}d}{SHARD_SUFFIX[output]}"
+
+    @property
+    def failures(self) -> Path:
+        return self.root / "failed"
+
+    def failed_shard(self, index: int) -> Path:
+        return self.failures / f"shard-{index:05d}.parquet"
+
+    @property
+    def batches(self) -> Path:
+        return self.root / "batches"
+
+    def batch(self, index: int) -> Path:
+        return self.batches / f"batch-{index:08d}.arrow"
+
+    @property
+    def ledgers(self) -> Path:
+        return self.root / "ledger"
+
+    def ledger(self, rank: int) -> Path:
+        return self.ledgers / f"rank-{rank:05d}.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    def metrics(self, rank: int) -> Path:
+        return self.logs / f"metrics-rank-{rank:05d}.jsonl"
+
+    @property
+    def locks(self) -> Path:
+        return self.root / "locks"
+
+    def lease(self, rank: int) -> Path:
+        return self.locks / f"rank-{rank:05d}.json"
+
+    @property
+    def card(self) -> Path:
+        return self.root / "README.md"
+
+    @property
+    def report_json(self) -> Path:
+        return self.root / "report.json"
+
+    @property
+    def report_html(self) -> Path:
+        return self.root / "report.html"
+
+    @property
+    def contact_sheet(self) -> Path:
+        return self.root / "contact_sheet.png"
+
+    @property
+    def success(self) -> Path:
+        return self.root / "_SUCCESS"

@@ -1,0 +1,159 @@
+"""What is committed: one JSON line for each data or failed file, in one ledger a rank. Knows no tensors, no settings.
+
+A line names a file with its rows, bytes and sha256. For a folder shard that file is its `metadata.jsonl`, which holds
+the size and SHA-256 of each image beside it. A line with 0 bytes takes back the line of the same file and mtime_ns:
+the file was lost, and is to be made again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fluxbatch import commit, shards, writers
+from fluxbatch.errors import FluxbatchError
+from fluxbatch.folder import RunFolder
+from fluxbatch.records import RowCounts, ShardCommit, ShardPlan
+
+if TYPE_CHECKING:
+    from fluxbatch.planner import RunPlan
+
+SHARD_FILE = re.compile(r"data/shard-(\d{5,})(\.parquet|\.tar|/metadata\.jsonl)|failed/shard-(\d{5,})\.parquet")
+
+
+def shard_of(file: str) -> int | None:
+    """The shard that a path relative to the run folder belongs to by its name; None for any other name."""
+    match = SHARD_FILE.fullmatch(file)
+    return int(match[1] or match[3]) if match else None
+
+
+@dataclass
+class Ledger:
+    """The committed files of a run folder, by shard, as all ranks have written them down."""
+
+    commits: dict[int, tuple[ShardCommit, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, folder: RunFolder) -> Ledger:
+        """Read the ledgers of all ranks. Torn and foreign lines are passed over; the last line of a file counts."""
+        ledger = cls()
+        lines = [line for path in sorted(folder.ledgers.glob("rank-*.jsonl")) for line in _lines(path)]
+        taken_back = {(line.file, line.mtime_ns) for line in lines if line.bytes == 0}
+        ledger._add(line for line in lines if (line.file, line.mtime_ns) not in taken_back)
+        return ledger
+
+    def append(self, folder: RunFolder, rank: int, commits: list[ShardCommit]) -> None:
+        """Write a shard's lines down, in one write."""
+        commit.append_lines(folder.ledger(rank), [asdict(line) for line in commits])
+        commit.step("ledger", folder.ledger(rank))
+        self._add(commits)
+
+    def forget(self, folder: RunFolder, rank: int, lost: ShardCommit) -> None:
+        """Take back the line of a file that is lost."""
+        commit.append_lines(folder.ledger(rank), [asdict(replace(lost, rows=0, failed=0, bytes=0, sha256=""))])
+        self.commits[lost.shard] = tuple(line for line in self.commits[lost.shard] if line.file != lost.file)
+
+    def complete(self, shard: ShardPlan) -> bool:
+        """Whether the shard's lines account for each of its rows."""
+        return self.accounted(shard) == shard.num_rows
+
+    def accounted(self, shard: ShardPlan) -> int:
+        """How many rows of a shard its lines account for."""
+        return sum(line.rows + line.failed for line in self.commits.get(shard.index, ()))
+
+    def _add(self, lines: Iterable[ShardCommit]) -> None:
+        for line in lines:
+            others = (other for other in self.commits.get(line.shard, ()) if other.file != line.file)
+            self.commits[line.shard] = (*others, line)
+
+
+def _lines(path: Path) -> Iterator[ShardCommit]:
+    for record in commit.read_lines(path):
+        line = _line(record)
+        if line is not None:
+            yield line
+
+
+def _line(record: dict[str, Any]) -> ShardCommit | None:
+    """A ledger line; None for a JSON object that is something else."""
+    values = {f.name: record.get(f.name) for f in fields(ShardCommit)}
+    texts = [values["file"], values["sha256"]]
+    numbers = [value for name, value in values.items() if name not in ("file", "sha256")]
+    if not all(isinstance(text, str) for text in texts) or not all(type(number) is int for number in numbers):
+        return None
+    line = ShardCommit(**values)  # type: ignore[arg-type]
+    return line if shard_of(line.file) == line.shard else None
+
+
+def check_files(folder: RunFolder, ledger: Ledger) -> list[ShardCommit]:
+    """The lines whose file is missing or cut: to be removed, forgotten and made again.
+
+    A file that is longer or other than its line raises FluxbatchError with its name. One of the same size and
+    modification time is not read.
+    """
+    lost = []
+    for line in (line for lines in ledger.commits.values() for line in lines):
+        path = folder.root / line.file
+        if path.exists() and path.stat().st_size >= line.bytes:
+            _require_same(path, line)
+        if shards.is_cut(path, line):
+            lost.append(line)
+        elif path.name == writers.METADATA:
+            _require_same_images(path)
+    return lost
+
+
+def _require_same(path: Path, line: ShardCommit) -> None:
+    stat = path.stat()
+    if stat.st_size == line.bytes and (stat.st_mtime_ns == line.mtime_ns or commit.sha256_file(path) == line.sha256):
+        return
+    raise FluxbatchError(
+        f"{path} is not the file that its ledger line names; restore it, or delete it to make it again"
+    )
+
+
+def _require_same_images(metadata: Path) -> None:
+    written_ns = metadata.stat().st_mtime_ns  # after its images: only a later one was touched
+    for image in writers.image_files(metadata):
+        is_touched = image.size() != image.bytes or image.path.stat().st_mtime_ns > written_ns
+        if is_touched and commit.sha256_file(image.path) != image.sha256:
+            raise FluxbatchError(f"{image.path} is not the image that {metadata.name} names; restore it, or delete it")
+
+
+def failed_rows(folder: RunFolder, ledger: Ledger, plan: RunPlan) -> dict[int, set[str]]:
+    """By shard, the ids of the rows whose last word is failed. A planned retry takes the word from earlier attempts."""
+    failed: dict[int, set[str]] = {}
+    for part in plan.parts:
+        for shard in part.shards():
+            if part.kind == "retry":
+                again = set(plan.rows(shard)["id"].to_pylist())
+                failed = {index: ids - again for index, ids in failed.items()}
+            if ledger.complete(shard):
+                failed[shard.index] = _failed_ids(folder, ledger, shard)
+    return {index: ids for index, ids in failed.items() if ids}
+
+
+def _failed_ids(folder: RunFolder, ledger: Ledger, shard: ShardPlan) -> set[str]:
+    lines = [line for line in ledger.commits.get(shard.index, ()) if line.failed]
+    return {row_id for line in lines for row_id in writers.stored_ids(folder.root / line.file)}
+
+
+def row_counts(folder: RunFolder, plan: RunPlan, ledger: Ledger) -> RowCounts:
+    """The rows by state, from plan and ledger. A row is what its last planned attempt is: pending in an open shard."""
+    written = failed = pending = 0
+    for part in plan.parts:
+        for shard in part.shards():
+            lines = ledger.commits.get(shard.index, ()) if ledger.complete(shard) else ()
+            written += sum(line.rows for line in lines)
+            failed += sum(line.failed for line in lines) - (shard.num_rows if part.kind == "retry" else 0)
+            pending += 0 if lines else shard.num_rows
+    return RowCounts(
+        rows=plan.num_rows + plan.num_rejected,
+        written=written,
+        failed=failed,
+        rejected=plan.num_rejected,
+        pending=pending,
+    )

@@ -1,0 +1,369 @@
+"""From settings to components: where a model lies, which device and dtype each part gets, stored or random weights.
+
+Everything that can be refused is refused before a weight is read. Safetensors only; no pickles, no remote code.
+Knows nothing of prompts, sampling or what the parts compute.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import torch
+import torch.nn.functional as F
+from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors import SafetensorError
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fluxbatch import tiny
+from fluxbatch.config import ModelConfig
+from fluxbatch.errors import ConfigError, FluxbatchError
+
+logger = logging.getLogger("fluxbatch")
+
+GIB = 2**30
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a family's folder holds, as diffusers saves it."""
+
+    pipeline: str  # `_class_name` in model_index.json
+    tokenizers: tuple[str, ...]
+    weights: dict[str, str]  # subfolder: stem of its safetensors file
+
+
+LAYOUTS = {
+    "flux1": Layout(
+        pipeline="FluxPipeline",
+        tokenizers=("tokenizer", "tokenizer_2"),
+        weights={
+            "text_encoder": "model",
+            "text_encoder_2": "model",
+            "transformer": "diffusion_pytorch_model",
+            "vae": "diffusion_pytorch_model",
+        },
+    ),
+    "flux2": Layout(
+        pipeline="Flux2KleinPipeline",
+        tokenizers=("tokenizer",),
+        weights={
+            "text_encoder": "model",
+            "transformer": "diffusion_pytorch_model",
+            "vae": "diffusion_pytorch_model",
+        },
+    ),
+}
+
+
+# --- device and dtypes ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The one decision about device and dtypes. Every part of a model lives on the same device."""
+
+    device: torch.device
+    dtype: torch.dtype  # of the transformer
+    text_encoder_dtype: torch.dtype
+    vae_dtype: torch.dtype
+
+
+def place(cfg: ModelConfig) -> Placement:
+    """Device and dtypes from the settings; ConfigError for what this machine cannot do."""
+    device = _device(cfg.device)
+    dtype = _dtype(cfg.dtype)
+    if device.type == "cpu" and dtype is torch.float16 and not _runs_float16(device):
+        raise ConfigError("model.dtype must be float32 or bfloat16 here, got float16: this CPU's torch cannot run it")
+    range_safe = _wide_dtype(device) if dtype is torch.float16 else dtype
+    return Placement(
+        device=device,
+        dtype=dtype,
+        text_encoder_dtype=_dtype(cfg.text_encoder_dtype) if cfg.text_encoder_dtype else range_safe,
+        vae_dtype=_dtype(cfg.vae_dtype) if cfg.vae_dtype else range_safe,
+    )
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"model.device={name} needs a CUDA device, and torch {torch.__version__} sees none here")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"model.device={name} must be below cuda:{torch.cuda.device_count()}, the devices seen here")
+    return device
+
+
+def _wide_dtype(device: torch.device) -> torch.dtype:
+    """For T5, Qwen3 and the VAEs beside a float16 transformer: their activations exceed 65504, whatever the GPU."""
+    native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if native else torch.float32
+
+
+def _runs_float16(device: torch.device) -> bool:
+    try:
+        x = torch.ones(1, 1, 4, 8, dtype=torch.float16, device=device)
+        F.layer_norm(F.linear(F.scaled_dot_product_attention(x, x, x), x[0, 0]), (4,))
+    except RuntimeError:
+        return False
+    return True
+
+
+# --- where a model lies -----------------------------------------------------------------------------------------------
+
+
+def model_folder(cfg: ModelConfig) -> Path:
+    """The model's local folder, complete and of the right kind.
+
+    A folder that exists is taken as it is. Otherwise a hub id is looked for in the local cache; the network is used
+    only for what is not there, and never under HF_HUB_OFFLINE.
+    """
+    try:
+        folder = _find_folder(cfg)
+        missing = _missing_file(folder, LAYOUTS[cfg.family])
+        if missing is not None:
+            raise ConfigError(f"model.path={cfg.path or folder}: {missing} is missing in {folder}")
+        _check_kind(folder, cfg)
+    except OSError as error:  # a permission, a stale mount
+        raise FluxbatchError(f"model.path={cfg.path}: {first_line(error)}") from error
+    except json.JSONDecodeError as error:
+        raise FluxbatchError(f"model.path={cfg.path}: a .json file in it is not JSON: {error}") from error
+    return folder
+
+
+def _find_folder(cfg: ModelConfig) -> Path:
+    if cfg.path is None:
+        if cfg.name != "tiny":
+            raise ConfigError(f"model.path must name a folder or a hub id for {cfg.name}, got null")
+        return tiny.FOLDER
+    local = Path(cfg.path).expanduser()
+    if local.is_dir():
+        return local
+    if not HUB_ID.fullmatch(cfg.path):
+        raise ConfigError(f"model.path must be a folder or a hub id (org/name), got {cfg.path!r}: no such folder")
+    return _hub_folder(cfg)
+
+
+def _hub_folder(cfg: ModelConfig) -> Path:
+    layout = LAYOUTS[cfg.family]
+    cached = _cached_snapshot(cfg)
+    if cached is not None and _missing_file(cached, layout) is None:
+        return cached
+    if huggingface_hub.constants.is_offline_mode():
+        lacks = f"lacks {_missing_file(cached, layout)}" if cached else "does not hold it"
+        raise ConfigError(
+            f"model.path={cfg.path}: no such folder, the local cache {huggingface_hub.constants.HF_HUB_CACHE} {lacks}, "
+            "and HF_HUB_OFFLINE forbids the network"
+        )
+    try:
+        return Path(_snapshot(cfg, local_files_only=False))
+    except Exception as error:  # the client's errors (network, permission, no such repository) have no common base
+        raise FluxbatchError(
+            f"model.path={cfg.path}: no such folder, not in the local cache, and not to be had from the hub: "
+            f"{first_line(error)}"
+        ) from error
+
+
+def _cached_snapshot(cfg: ModelConfig) -> Path | None:
+    try:
+        return Path(_snapshot(cfg, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+
+
+def _snapshot(cfg: ModelConfig, *, local_files_only: bool) -> str:
+    assert cfg.path is not None
+    layout = LAYOUTS[cfg.family]
+    subfolders = ("scheduler", *layout.tokenizers, *layout.weights)
+    return huggingface_hub.snapshot_download(
+        cfg.path,
+        revision=cfg.revision,
+        allow_patterns=["model_index.json", *(f"{name}/*" for name in subfolders)],
+        ignore_patterns=["*.bin", "*.msgpack", "*.h5", "*.onnx*"],
+        etag_timeout=5.0,
+        local_files_only=local_files_only,
+    )
+
+
+def _missing_file(folder: Path, layout: Layout) -> str | None:
+    for names in _needed(layout):
+        if not any((folder / name).is_file() for name in names):
+            return " or ".join(names)
+    return next(_missing_shards(folder, layout), None)
+
+
+def _needed(layout: Layout) -> Iterator[tuple[str, ...]]:
+    """Each needed file as its alternatives."""
+    yield ("model_index.json",)
+    yield ("scheduler/scheduler_config.json",)
+    for name in layout.tokenizers:
+        yield (f"{name}/tokenizer.json", f"{name}/spiece.model", f"{name}/vocab.json")
+    for name, stem in layout.weights.items():
+        yield (f"{name}/config.json",)
+        yield (f"{name}/{stem}.safetensors", f"{name}/{stem}.safetensors.index.json")
+
+
+def _missing_shards(folder: Path, layout: Layout) -> Iterator[str]:
+    for name, stem in layout.weights.items():
+        index = folder / name / f"{stem}.safetensors.index.json"
+        if index.is_file() and not (folder / name / f"{stem}.safetensors").is_file():
+            shards = sorted(set(read_json(index)["weight_map"].values()))
+            yield from (f"{name}/{shard}" for shard in shards if not (folder / name / shard).is_file())
+
+
+def _check_kind(folder: Path, cfg: ModelConfig) -> None:
+    """A FLUX.2 folder under a FLUX.1 name, or dev's weights under schnell's, would load and draw rubbish."""
+    index = read_json(folder / "model_index.json")
+    wanted = LAYOUTS[cfg.family].pipeline
+    if index.get("_class_name") != wanted:
+        raise ConfigError(
+            f"model.path={cfg.path or folder} must be a {wanted} for model={cfg.name}, got {index.get('_class_name')}"
+        )
+    held = _guidance(index, read_json(folder / "transformer" / "config.json"), family=cfg.family)
+    if held != cfg.guidance:
+        raise ConfigError(f"model.guidance must be {held} for the weights in {cfg.path or folder}, got {cfg.guidance}")
+
+
+def _guidance(index: dict[str, Any], transformer: dict[str, Any], *, family: str) -> str:
+    if family == "flux1":
+        return "embedded" if transformer.get("guidance_embeds") else "none"
+    return "none" if index.get("is_distilled") else "classifier_free"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    assert isinstance(content, dict), path
+    return content
+
+
+# --- components -------------------------------------------------------------------------------------------------------
+
+
+def stored(
+    component: Any, folder: Path, *, subfolder: str, dtype: torch.dtype, device: torch.device, **options: Any
+) -> Any:
+    """One component with its stored weights, straight onto the device in its dtype. `component` is its class."""
+    try:
+        module, info = component.from_pretrained(
+            folder,
+            subfolder=subfolder,
+            dtype=dtype,
+            device_map={"": device},
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+            **options,
+        )
+    except (OSError, ValueError, SafetensorError) as error:
+        raise FluxbatchError(f"model.path={folder}: {subfolder} cannot be loaded: {first_line(error)}") from error
+    absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
+    if absent:  # the libraries fill such tensors with random numbers and go on
+        raise FluxbatchError(f"model.path={folder}: {subfolder} lacks {len(absent)} tensors, among them {absent[0]}")
+    log_component(subfolder, module)
+    return module.eval()
+
+
+def stored_tokenizer(tokenizer: Any, folder: Path, *, subfolder: str) -> Any:
+    try:
+        return tokenizer.from_pretrained(folder / subfolder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise FluxbatchError(f"model.path={folder}: {subfolder} cannot be loaded: {first_line(error)}") from error
+
+
+def random(build: Callable[[], Any], *, name: str, dtype: torch.dtype, device: torch.device) -> Any:
+    """One component with the library's default initialisation, built on the device in its dtype: no second copy.
+
+    Seeded, so that every process of a job has the same weights.
+    """
+    before = torch.get_default_dtype()
+    torch.manual_seed(0)
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            module = build().eval()
+    finally:
+        torch.set_default_dtype(before)
+    log_component(name, module)
+    return module
+
+
+def random_config(table: dict[str, dict[str, Any]], cfg: ModelConfig) -> dict[str, Any]:
+    if cfg.name not in table:
+        raise ConfigError(f"model.random_weights=true has full-size settings for {', '.join(table)}, got {cfg.name}")
+    return table[cfg.name]
+
+
+def log_component(name: str, module: nn.Module) -> None:
+    tensors = [*module.parameters(), *module.buffers()]
+    first = next(module.parameters())
+    logger.info(
+        "%s: %s, %.2f M parameters, %s on %s, %.3f GiB",
+        name,
+        type(module).__name__,
+        sum(p.numel() for p in module.parameters()) / 1e6,
+        str(first.dtype).removeprefix("torch."),
+        first.device,
+        sum(t.numel() * t.element_size() for t in tensors) / GIB,
+    )
+
+
+def quiet_libraries() -> None:
+    """No progress bars in a job's log, no advice: what matters is said in our own words, once."""
+    import diffusers
+    import transformers
+
+    for library in (diffusers, transformers):
+        library.utils.logging.set_verbosity_error()
+        library.utils.logging.disable_progress_bar()
+    huggingface_hub.utils.disable_progress_bars()
+
+
+def first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+# --- speed ------------------------------------------------------------------------------------------------------------
+
+
+def tune(transformer: Any, *, cfg: ModelConfig, placement: Placement) -> None:
+    """Attention back end and compilation. What cannot be had is logged and left out."""
+    head_dim = transformer.config.attention_head_dim
+    # Set it for every model: diffusers keeps the last choice for the whole process.
+    transformer.set_attention_backend("_native_cudnn" if _cudnn_attention(head_dim, placement) else "native")
+    if cfg.compile == "regional" and placement.device.type == "cuda":
+        transformer.compile_repeated_blocks(fullgraph=True)
+    elif cfg.compile == "regional":
+        logger.warning("model.compile=regional is for CUDA; the transformer runs uncompiled on %s", placement.device)
+
+
+def _cudnn_attention(head_dim: int, placement: Placement) -> bool:
+    """cuDNN's attention, where it was measured and found right: Hopper, 128 wide heads, half precision."""
+    device, dtype = placement.device, placement.dtype
+    if device.type != "cuda" or head_dim != 128 or dtype is torch.float32:
+        return False
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    try:
+        query = torch.zeros(1, 1, 128, head_dim, dtype=dtype, device=device)
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            F.scaled_dot_product_attention(query, query, query)
+    except RuntimeError as error:
+        logger.warning("cuDNN attention cannot be used (%s); torch's own choice instead", first_line(error))
+        return False
+    return True

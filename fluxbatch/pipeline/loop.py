@@ -1,0 +1,320 @@
+"""Turn planned batches into compressed images:
+
+    prefetch -> encode -> denoise -> decode -> transfer -> compress
+
+`double_buffered` gives prefetch, launch (encode to decode) and transfer one thread each and compression a pool, so
+that copies, inference and codecs overlap; `serial` calls the same functions one after another. Knows nothing of files
+or resume. Legend: B rows of one launch.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from fluxbatch.config import ModelConfig, OutputConfig, PipelineConfig
+from fluxbatch.models import Model
+from fluxbatch.pipeline import compress, transfer
+from fluxbatch.pipeline.decode import decode
+from fluxbatch.pipeline.denoise import denoise
+from fluxbatch.pipeline.encode import PromptEncoder
+from fluxbatch.pipeline.prefetch import Prefetcher, StagedBatch, TokenizedBatch
+from fluxbatch.pipeline.ring import Channel, Ring, Stopped
+from fluxbatch.pipeline.timing import BatchTimes, waited
+from fluxbatch.pipeline.transfer import Drawn, HostBatch, LaunchedBatch, Streams, finite_rows
+from fluxbatch.records import Batch, Bucket, CompressedBatch, RowFailure
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+JOIN_S = 10.0  # how long a closing run waits for a thread that is deep inside the model
+
+
+def run_pipeline(
+    batches: Iterable[Batch],
+    model: Model,
+    *,
+    pipeline: PipelineConfig,
+    model_cfg: ModelConfig,
+    output: OutputConfig,
+    draining: Callable[[], bool] = lambda: False,
+) -> Iterator[CompressedBatch]:
+    """Finished batches in order. Once `draining()` is true no further batch is launched.
+
+    A row that fails is a result; any other exception of a stage is raised here, in the caller's thread, with its own
+    traceback and a note of the place. Closing the iterator ends all threads.
+    """
+    depth = 1 if pipeline.mode == "serial" else pipeline.depth
+    inputs, outputs = Ring(depth, device=model.device), Ring(depth, device=model.device)
+    prefetch = Prefetcher(model, inputs, window=pipeline.encode_window, draining=draining)
+    launch = Launcher(model, prefetch, inputs, outputs, pipeline=pipeline, model_cfg=model_cfg)
+    if pipeline.mode == "serial":
+        return _serial(prefetch.staged(batches), launch, outputs, output=output)
+    stages = _Stages(prefetch.staged(batches), launch, inputs, outputs, draining)
+    return _double_buffered(stages, output=output, depth=depth, workers=pipeline.compress_workers or usable_cores())
+
+
+def _serial(
+    staged: Iterator[StagedBatch], launch: Launcher, outputs: Ring, *, output: OutputConfig
+) -> Iterator[CompressedBatch]:
+    for batch in staged:
+        host = transfer.receive(launch(batch))
+        rows = [compress.compress_row(host, row, output) for row in range(len(host.batch.requests))]
+        outputs.release(host.slot)
+        yield _finished(host, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stages:
+    staged: Iterator[StagedBatch]
+    launch: Launcher
+    inputs: Ring
+    outputs: Ring
+    draining: Callable[[], bool]
+
+
+def _double_buffered(stages: _Stages, *, output: OutputConfig, depth: int, workers: int) -> Iterator[CompressedBatch]:
+    staged: Channel[StagedBatch] = Channel(depth)
+    launched: Channel[LaunchedBatch] = Channel(depth)
+    compressing: Channel[compress.CompressingBatch] = Channel(depth)
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="fluxbatch-compress")
+    crew = Crew(stages.inputs, staged, launched, stages.outputs, last=compressing)
+
+    def launches() -> Iterator[LaunchedBatch]:
+        to_launch = waited(staged, "prefetch->launch")
+        return map(stages.launch, takewhile(lambda _: not stages.draining(), to_launch))
+
+    def submissions() -> Iterator[compress.CompressingBatch]:
+        for host in map(transfer.receive, waited(launched, "launch->transfer")):
+            yield compress.submit(pool, host, output, release=partial(stages.outputs.release, host.slot))
+
+    try:
+        crew.start("prefetch", stages.staged, staged)
+        crew.start("launch", launches(), launched)
+        crew.start("transfer", submissions(), compressing)
+        idle_since_s = time.perf_counter()
+        for batch in waited(compressing, "compress->commit"):
+            rows = batch.collect()
+            batch.times.add_wait_ms("transfer->compress", max(0.0, rows[0].start_s - idle_since_s) * 1e3)
+            idle_since_s = max(row.end_s for row in rows)
+            yield _finished(batch.host, rows)
+    finally:
+        crew.stop()
+        pool.shutdown(cancel_futures=True)
+    crew.raise_error()
+
+
+def _finished(host: HostBatch, rows: Sequence[compress.CompressedRow]) -> CompressedBatch:
+    """`compress_ms` is the time from the first row's start to the last row's end."""
+    host.times.add_ms("compress", (max(row.end_s for row in rows) - rows[0].start_s) * 1e3)
+    return CompressedBatch(host.batch, tuple(row.result for row in rows), host.times.read())
+
+
+def usable_cores() -> int:
+    """Cores of this process, at most 16: by then the codecs keep up with any one GPU."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(16, cores)
+
+
+def cuda_index(device: torch.device) -> int:
+    """The number of a CUDA device, -1 for a CPU."""
+    if device.type != "cuda":
+        return -1
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+class Crew:
+    """Owns the threads of one run and wakes them all when one fails or the run is closed."""
+
+    def __init__(self, *upstream: Channel[Any] | Ring, last: Channel[Any]) -> None:
+        self._upstream = upstream
+        self._last = last
+        self._threads: list[threading.Thread] = []
+        self._error: BaseException | None = None
+
+    def start(self, name: str, items: Iterator[Any], sink: Channel[Any]) -> None:
+        """A thread that pulls `items` into `sink`."""
+        thread = threading.Thread(target=self._pump, args=(items, sink), name=f"fluxbatch-{name}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _pump(self, items: Iterator[Any], sink: Channel[Any]) -> None:
+        try:
+            for item in items:
+                sink.put(item)
+        except Stopped:
+            return
+        except BaseException as error:
+            self._fail(error)
+        sink.close()
+
+    def _fail(self, error: BaseException) -> None:
+        """Batches whose pixels are on the host already are still handed out; the rest is dropped."""
+        self._error = self._error or error
+        self._last.close()
+        self._abort()
+
+    def _abort(self) -> None:
+        for waited_on in self._upstream:
+            waited_on.abort()
+
+    def stop(self) -> None:
+        self._abort()
+        self._last.abort()
+        deadline_s = time.monotonic() + JOIN_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+
+    def raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+@dataclass(frozen=True, slots=True)
+class OutOfMemory:
+    """One attempt that did not fit."""
+
+    stage: str
+    message: str
+
+
+class Launcher:
+    """Owns the device: every launch of a run comes from the one thread that calls it, as CUDA graphs demand.
+
+    Nothing here waits for the device; a truth test or `.item()` of a tensor would.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        prefetch: Prefetcher,
+        inputs: Ring,
+        outputs: Ring,
+        *,
+        pipeline: PipelineConfig,
+        model_cfg: ModelConfig,
+    ) -> None:
+        self._model = model
+        self._prefetch = prefetch
+        self._inputs = inputs
+        self._outputs = outputs
+        self._device_index = cuda_index(model.device)
+        self._streams = Streams.on(model.device)
+        self._encoder = PromptEncoder(
+            model, self._streams, launch_size=model_cfg.encode_batch_size, capacity=pipeline.prompt_cache
+        )
+        self._decode_max_pixels = model_cfg.decode_max_pixels
+        self._max_rows: dict[Bucket, int] = {}  # what has fitted into memory after a launch that did not
+        self._shapes: set[tuple[int, int, bool, int]] = set()
+
+    @torch.inference_mode()
+    def __call__(self, staged: StagedBatch) -> LaunchedBatch:
+        with torch.cuda.device(self._device_index):  # a new thread starts on device 0
+            tokenized = staged.tokenized
+            noise, guidance = transfer.copy_in(staged, self._inputs, self._streams, device=self._model.device)
+            drawn: list[Drawn] = []
+            failures = self._encode(tokenized)
+            if not failures:
+                drawn, failures = self._draw(tokenized, noise, guidance)
+            slot = self._outputs.acquire()
+            return transfer.copy_out(tokenized, drawn, failures, slot, self._streams, device=self._model.device)
+
+    def _encode(self, tokenized: TokenizedBatch) -> dict[int, RowFailure]:
+        """The launch is as small as it gets: one more try with all memory given back, then the rows fail."""
+        upcoming = self._prefetch.take(tokenized)
+        work = partial(self._prepare_prompts, tokenized, upcoming)
+        outcome = self._attempt(tokenized.times, work) and self._attempt(tokenized.times, work)
+        return {row: _failure(outcome) for row in range(len(tokenized.prompts))} if outcome else {}
+
+    def _prepare_prompts(self, tokenized: TokenizedBatch, upcoming: Sequence[TokenizedBatch]) -> None:
+        with tokenized.times.stage("encode", on=self._model.device):
+            self._encoder.prepare(tokenized, upcoming)
+
+    def _draw(
+        self, tokenized: TokenizedBatch, noise: Tensor, guidance: Tensor
+    ) -> tuple[list[Drawn], dict[int, RowFailure]]:
+        """The batch in one launch, or in several of half, a quarter, ... of its size where memory is short."""
+        plan, num_rows = tokenized.batch.plan, len(tokenized.prompts)
+        size = min(plan.size, self._max_rows.get(plan.bucket, plan.size))
+        drawn: list[Drawn] = []
+        failures: dict[int, RowFailure] = {}
+        first_row = 0
+        while first_row < num_rows:
+            rows = [min(row, num_rows - 1) for row in range(first_row, first_row + size)]  # padding: the last row again
+            outcome = self._attempt(tokenized.times, partial(self._launch, tokenized, noise, guidance, rows))
+            if isinstance(outcome, Drawn):
+                drawn.append(outcome)
+                first_row += size
+            elif size > 1:
+                size = self._halve(tokenized.times, size, outcome)
+            else:
+                failures[first_row] = _failure(outcome)
+                first_row += 1
+        return drawn, failures
+
+    def _halve(self, times: BatchTimes, size: int, outcome: OutOfMemory) -> int:
+        times.out_of_memory_splits += 1
+        bucket = times.batch.bucket
+        self._max_rows[bucket] = size // 2
+        log.warning("%s: out of memory with %d images; bucket %s goes on with %d a launch (%s)",
+                    times.place, size, bucket.name, size // 2, outcome.message)  # fmt: skip
+        return size // 2
+
+    def _launch(self, tokenized: TokenizedBatch, noise: Tensor, guidance: Tensor, rows: Sequence[int]) -> Drawn:
+        times, bucket, device = tokenized.times, tokenized.batch.bucket, self._model.device
+        self._mark_first_of_shape(times, bucket, len(rows))
+        embeds, encode_finite = self._encoder.rows([tokenized.prompts[row] for row in rows])
+        negative_embeds = None
+        if bucket.negative_pass:
+            negative_embeds, negative_finite = self._encoder.rows([tokenized.negatives[row] for row in rows])
+            encode_finite = encode_finite & negative_finite
+        with times.stage("denoise", on=device):
+            latents = denoise(
+                self._model,
+                torch.stack([noise[row] for row in rows]),
+                embeds=embeds,
+                negative_embeds=negative_embeds,
+                guidance=torch.stack([guidance[row] for row in rows]),
+                bucket=bucket,
+                before_step=self._outputs.check,
+            )
+        denoise_finite = finite_rows(latents)
+        with times.stage("decode", on=device):
+            pixels, decode_finite, vae_dtype = decode(
+                self._model, latents, bucket=bucket, max_pixels=self._decode_max_pixels
+            )
+        num_rows = len(dict.fromkeys(rows))
+        finite_B3 = torch.stack([encode_finite, denoise_finite, decode_finite], dim=1)
+        dtypes = (next(iter(embeds.values())).dtype, latents.dtype, vae_dtype)
+        return Drawn(rows[0], pixels[:num_rows], finite_B3[:num_rows], dtypes)
+
+    def _mark_first_of_shape(self, times: BatchTimes, bucket: Bucket, size: int) -> None:
+        shape = (bucket.height, bucket.width, bucket.negative_pass, size)
+        times.first_of_shape |= shape not in self._shapes
+        self._shapes.add(shape)
+
+    def _attempt(self, times: BatchTimes, work: Callable[[], T]) -> T | OutOfMemory:
+        try:
+            return work()
+        except torch.OutOfMemoryError as error:
+            outcome = OutOfMemory(times.current_stage, str(error).partition("\n")[0])
+        # Only now: inside the handler the exception's frames still hold every tensor of the attempt.
+        gc.collect()
+        torch.cuda.empty_cache()
+        return outcome
+
+
+def _failure(outcome: OutOfMemory) -> RowFailure:
+    return RowFailure(outcome.stage, "out_of_memory", outcome.message)

@@ -1,0 +1,163 @@
+"""Cut counted buckets into shards and batches, by arithmetic alone. Knows nothing of files, prompts or tensors.
+
+A plan part is fixed by a few numbers: how many rows each bucket has, the batch size of each bucket and the shard size.
+Which batch, shard and slot a row falls in follows from its place; nothing is stored for each row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from fluxbatch.config import PlanConfig
+from fluxbatch.records import BatchPlan, Bucket, ShardPlan
+
+AUTO_PIXELS = 4 * 1024 * 1024  # in one launch: four images of 1024x1024
+AUTO_MAX_IMAGES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class BucketRun:
+    """The consecutive rows of one bucket, launched `batch_size` at a time."""
+
+    bucket: Bucket
+    num_rows: int
+    batch_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanPart:
+    """One plan file. Rows are counted from 0 inside it; shards and batches are numbered over the whole job."""
+
+    index: int
+    kind: str  # rows, or retry: rows of earlier parts that failed
+    first_shard: int
+    first_batch: int
+    shard_size: int
+    runs: tuple[BucketRun, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return sum(run.num_rows for run in self.runs)
+
+    @property
+    def num_shards(self) -> int:
+        return -(-self.num_rows // self.shard_size)
+
+    @property
+    def num_batches(self) -> int:
+        return int(self._batches_of_runs().sum())
+
+    @property
+    def num_padded(self) -> int:
+        """Slots that are launched with copies and never written."""
+        _, sizes = self._starts_and_sizes()
+        return int((self._batches_of_runs() * sizes).sum()) - self.num_rows
+
+    def shard(self, index: int) -> ShardPlan:
+        """The shard of this number, counted over the whole job."""
+        if not self.first_shard <= index < self.first_shard + self.num_shards:
+            raise IndexError(f"shard {index} is not one of plan part {self.index}")
+        first = (index - self.first_shard) * self.shard_size
+        stop = min(first + self.shard_size, self.num_rows)
+        batches = tuple(self._cut(first, stop, shard=index))
+        return ShardPlan(index=index, first_row=first, num_rows=stop - first, batches=batches)
+
+    def shards(self) -> Iterator[ShardPlan]:
+        return map(self.shard, range(self.first_shard, self.first_shard + self.num_shards))
+
+    def columns(self, first_row: int, num_rows: int) -> dict[str, np.ndarray]:
+        """Where each row of a range stands: arrays `bucket` (its name), `batch`, `shard` and `slot`."""
+        row = np.arange(first_row, first_row + num_rows)
+        run, batch, slot = self._locate(row)
+        names = np.array([r.bucket.name for r in self.runs], dtype=object)
+        return {"bucket": names[run], "batch": batch, "shard": row // self.shard_size + self.first_shard, "slot": slot}
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> PlanPart:
+        runs = tuple(BucketRun(**{**run, "bucket": Bucket(**run["bucket"])}) for run in fields["runs"])
+        return cls(**{**fields, "runs": runs})
+
+    def _cut(self, first: int, stop: int, *, shard: int) -> Iterator[BatchPlan]:
+        """The batches of rows first..stop, which are one shard."""
+        starts, _ = self._starts_and_sizes()
+        [at], [index], _ = self._locate(np.array([first]))
+        for run, start in zip(self.runs[at:], starts[at:].tolist(), strict=True):
+            end = min(start + run.num_rows, stop)
+            for row in range(max(start, first), end, run.batch_size):
+                yield BatchPlan(int(index), shard, run.bucket, row, min(run.batch_size, end - row), run.batch_size)
+                index += 1
+            if end == stop:
+                return
+
+    def _locate(self, row: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The run, batch (counted over the job) and slot of each row."""
+        starts, sizes = self._starts_and_sizes()
+        run = np.searchsorted(starts, row, side="right") - 1
+        cut = np.maximum(starts[run], row // self.shard_size * self.shard_size)
+        batches = self._batches_of_runs()
+        before = (np.cumsum(batches) - batches + self.first_batch)[run]
+        in_run = _count_batches(starts[run], cut, shard_size=self.shard_size, batch_size=sizes[run])
+        in_cut, slot = np.divmod(row - cut, sizes[run])
+        return run, before + in_run + in_cut, slot
+
+    def _batches_of_runs(self) -> np.ndarray:
+        starts, sizes = self._starts_and_sizes()
+        stops = np.append(starts[1:], self.num_rows)[: len(starts)]
+        return _count_batches(starts, stops, shard_size=self.shard_size, batch_size=sizes)
+
+    def _starts_and_sizes(self) -> tuple[np.ndarray, np.ndarray]:
+        num_rows = np.array([run.num_rows for run in self.runs], dtype=np.int64)
+        sizes = np.array([run.batch_size for run in self.runs], dtype=np.int64)
+        return np.cumsum(num_rows) - num_rows, sizes
+
+
+def _count_batches(start: np.ndarray, stop: np.ndarray, *, shard_size: int, batch_size: np.ndarray) -> np.ndarray:
+    """Batches in rows start..stop of one bucket, cut at each shard's edge too."""
+    edge = np.minimum(-(-start // shard_size) * shard_size, stop)
+    shards, rest = np.divmod(stop - edge, shard_size)
+    return -(-(edge - start) // batch_size) + shards * -(-shard_size // batch_size) + -(-rest // batch_size)
+
+
+def plan_order(bucket: Bucket) -> tuple[int, ...]:
+    """Sorts the largest images first: what will not fit fails in the first minute."""
+    area = bucket.height * bucket.width
+    return -area, -bucket.height, -bucket.width, -bucket.num_inference_steps, -bucket.negative_pass
+
+
+def batch_size(bucket: Bucket, plan: PlanConfig) -> int:
+    """Images in one launch; `auto` is about 4 megapixels. Never more than a shard holds."""
+    size = plan.batch_size
+    if size == "auto":
+        size = min(max(AUTO_PIXELS // (bucket.height * bucket.width), 1), AUTO_MAX_IMAGES)
+    return min(size, plan.shard_size)
+
+
+def plan_part(
+    counts: Mapping[Bucket, int],
+    *,
+    plan: PlanConfig,
+    index: int = 0,
+    kind: str = "rows",
+    first_shard: int = 0,
+    first_batch: int = 0,
+) -> PlanPart:
+    """Plan so many rows of each bucket; shards and batches are numbered from `first_shard` and `first_batch`."""
+    buckets = sorted((bucket for bucket, num_rows in counts.items() if num_rows), key=plan_order)
+    runs = tuple(BucketRun(bucket, counts[bucket], batch_size(bucket, plan)) for bucket in buckets)
+    return PlanPart(index, kind, first_shard, first_batch, plan.shard_size, runs)
+
+
+def plan_retry(counts: Mapping[Bucket, int], parts: Sequence[PlanPart]) -> PlanPart:
+    """Plan rows of `parts` again, with the batch sizes they had: a retry launches the shapes of the first attempt."""
+    sizes = {run.bucket: run.batch_size for part in parts for run in part.runs}
+    last = parts[-1]
+    runs = tuple(BucketRun(bucket, counts[bucket], sizes[bucket]) for bucket in sorted(counts, key=plan_order))
+    first_shard, first_batch = last.first_shard + last.num_shards, last.first_batch + last.num_batches
+    return PlanPart(last.index + 1, "retry", first_shard, first_batch, last.shard_size, runs)

@@ -1,0 +1,120 @@
+"""The terminal's view of a run: a bar on a terminal, else one plain line now and then. Knows batch log lines, no files.
+
+Words go to standard error. Without a terminal there is no carriage return and no colour, and every line is flushed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TextIO
+
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from fluxbatch.config import TelemetryConfig
+
+RECENT_BATCHES = 20
+BAR = "{percentage:3.0f}% {bar} {n_fmt}/{total_fmt} rows, {elapsed}{postfix}"
+# Control characters, line separators, and the marks that turn the direction of a terminal's line.
+LINE_BREAKERS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+
+class Progress:
+    """Rows done of `total`, on a bar or in lines (`telemetry.progress`); `done` of them stood there at the start."""
+
+    def __init__(
+        self,
+        cfg: TelemetryConfig,
+        *,
+        total: int,
+        done: int,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stream = stream or sys.stderr
+        self._mode = _mode(cfg.progress, self._stream)
+        self._interval_s = cfg.interval_s
+        self._clock = clock
+        self._total, self._done, self._failed = total, done, 0
+        self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT_BATCHES)
+        self._printed_s = -float("inf")
+        self._unsaid = False
+        self._bar: tqdm | None = None
+        self._exit = contextlib.ExitStack()
+
+    def __enter__(self) -> Progress:
+        if self._mode == "bar":
+            self._bar = tqdm(
+                total=self._total, initial=self._done, file=self._stream, bar_format=BAR, unit="row", dynamic_ncols=True
+            )
+            self._exit.enter_context(logging_redirect_tqdm(tqdm_class=tqdm))
+            self._exit.callback(self._bar.close)
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if self._mode == "lines" and self._unsaid:
+            self._say()
+        self._exit.close()
+
+    def update(self, line: dict[str, Any]) -> None:
+        """Count one batch, given as its line of the batch log."""
+        rows = line["rows_ok"] + line["rows_failed"]
+        self._done += rows
+        self._failed += line["rows_failed"]
+        self._recent.append(line)
+        self._unsaid = True
+        if self._bar is not None:
+            self._bar.set_postfix_str(", ".join(self._facts()), refresh=False)
+            self._bar.update(rows)
+        elif self._mode == "lines" and self._clock() - self._printed_s >= self._interval_s:
+            self._say()
+
+    def note(self, text: str) -> None:
+        """Print one line of words without tearing the bar."""
+        if self._bar is not None:
+            tqdm.write(one_line(text), file=self._stream)
+        else:
+            print(one_line(text), file=self._stream, flush=True)
+
+    def _say(self) -> None:
+        self._printed_s, self._unsaid = self._clock(), False
+        share = 100 * self._done / self._total if self._total else 100
+        self.note(f"{self._done}/{self._total} rows ({share:.1f} %), {', '.join(self._facts())}")
+
+    def _facts(self) -> list[str]:
+        """`3.41 images/s`, `2 failed`, `1024x1024-28`, `about 2:05:10 left`: what is known of them."""
+        wall_s = sum(line["wall_s"] or 0 for line in self._recent)
+        images = sum(line["rows_ok"] for line in self._recent)
+        rows = images + sum(line["rows_failed"] for line in self._recent)
+        left = max(0, self._total - self._done)
+        facts = [f"{images / wall_s:.2f} images/s"] if wall_s > 0 else []
+        facts += [f"{self._failed} failed"] if self._failed else []
+        facts += [self._recent[-1]["bucket"]]
+        facts += [f"about {duration(left * wall_s / rows)} left"] if left and rows and wall_s > 0 else []
+        return facts
+
+
+def _mode(wanted: str, stream: TextIO) -> str:
+    if wanted == "auto":
+        return "bar" if stream.isatty() else "lines"
+    return wanted
+
+
+def one_line(text: str) -> str:
+    """The text with everything that would break or bend a terminal's line written out as an escape (BR-05)."""
+    return LINE_BREAKERS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def duration(seconds: float) -> str:
+    """`41 s`, `12:05`, `3:04:05`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}:{minutes:02d}:{rest:02d}"
+    return f"{minutes}:{rest:02d}" if minutes else f"{rest} s"

@@ -1,0 +1,202 @@
+"""What a run is doing and what it did: `status`, report.json, report.html, contact_sheet.png and the dataset card.
+
+Everything comes from the files of the run folder, while it runs and after. Knows no tensors, changes no data.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import jinja2
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from PIL import Image
+
+from fluxbatch import throughput, writers
+from fluxbatch.card import dataset_card
+from fluxbatch.commit import replace_file
+from fluxbatch.contact_sheet import Sample, draw_sheet, take_samples
+from fluxbatch.errors import FluxbatchError
+from fluxbatch.folder import RunFolder
+from fluxbatch.ledger import Ledger, failed_rows, row_counts
+from fluxbatch.metrics import finite
+from fluxbatch.planner import RunPlan
+from fluxbatch.progress import duration
+from fluxbatch.records import BatchPlan, Bucket, RowCounts
+
+TEMPLATE = "report.html.jinja"
+NOTHING = RowCounts(rows=0, written=0, failed=0, rejected=0, pending=0)
+
+
+def status(folder: RunFolder) -> dict[str, Any]:
+    """Rows by state, the rate of the last batches, and when it will be done. Unknown numbers are None.
+
+    A row is `written` when its shard is; `in_open_shards` of the pending ones are drawn and safe on the disk.
+    """
+    plan, ledger = RunPlan.open(folder), Ledger.read(folder)
+    counts = row_counts(folder, plan, ledger) if plan else NOTHING
+    missing, drawn = _open_batches(folder, plan, ledger) if plan else ([], 0)
+    recent = throughput.recent_lines(folder)
+    return {
+        "run": folder.root.name,
+        **asdict(counts),
+        "in_open_shards": drawn,
+        "complete": plan is not None and counts.pending == 0,
+        "images_per_s": finite(throughput.images_per_s(throughput.working(recent)), digits=4),
+        "eta_s": _eta_s(plan, missing, throughput.working(recent)) if plan else None,
+        "last_commit": max((lines[-1]["time"] for lines in recent.values()), default=None),
+    }
+
+
+def _open_batches(folder: RunFolder, plan: RunPlan, ledger: Ledger) -> tuple[list[BatchPlan], int]:
+    """The batches still to be made, and how many rows of open shards are drawn already."""
+    on_disk = {int(path.stem.removeprefix("batch-")) for path in folder.batches.glob("batch-*.arrow")}
+    pending = [batch for shard in plan.shards() if not ledger.complete(shard) for batch in shard.batches]
+    return [b for b in pending if b.index not in on_disk], sum(b.num_rows for b in pending if b.index in on_disk)
+
+
+def _eta_s(plan: RunPlan, missing: Sequence[BatchPlan], ranks: Mapping[int, list[throughput.Line]]) -> int | None:
+    """By pixels and steps, not rows: the largest images come first, so that rows would tell too long a time."""
+    work = {run.bucket.name: _work(run.bucket) for part in plan.parts for run in part.runs}
+    left = sum(work[batch.bucket.name] * batch.num_rows for batch in missing)
+    speed = throughput.work_per_s(ranks, work)
+    return 0 if not left else round(left / speed) if speed else None
+
+
+def _work(bucket: Bucket) -> int:
+    return bucket.height * bucket.width * bucket.num_inference_steps * (2 if bucket.negative_pass else 1)
+
+
+def write_report(folder: RunFolder, *, job: dict[str, Any]) -> dict[str, Any]:
+    """Make report.json, report.html, contact_sheet.png and README.md anew; returns what report.json holds."""
+    plan, ledger = RunPlan.open(folder), Ledger.read(folder)
+    if plan is None:
+        raise FluxbatchError(f"{folder.root} has no plan yet, so there is nothing to report")
+    log = throughput.read_log(folder)
+    report = build_report(folder, plan, ledger, log=log, job=job)
+    samples = take_samples(folder, plan, ledger, image_format=job["settings"]["output"]["image_format"])
+    replace_file(folder.report_json, json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False).encode())
+    replace_file(folder.contact_sheet, _encoded(draw_sheet(samples), "PNG", optimize=True))
+    replace_file(folder.report_html, render_html(report, samples, points=throughput.points(log)).encode())
+    replace_file(folder.card, dataset_card(report, schema=writers.data_schema(plan.schema)))
+    return report
+
+
+def build_report(
+    folder: RunFolder, plan: RunPlan, ledger: Ledger, *, log: pa.Table, job: Mapping[str, Any]
+) -> dict[str, Any]:
+    """report.json: what became of the rows, how fast, and out of which settings."""
+    counts = row_counts(folder, plan, ledger)
+    rejected, failed = _rejections(folder), _failures(folder, failed_rows(folder, ledger, plan))
+    return {
+        "run": folder.root.name,
+        **asdict(counts),
+        "complete": counts.pending == 0,
+        "totals": throughput.totals(log),
+        "buckets": _buckets(plan, throughput.by_bucket(log)),
+        "rejected_by_reason": {reason: found["rows"] for reason, found in rejected.items()},
+        "failed_by_reason": {reason: found["rows"] for reason, found in failed.items()},
+        "examples": {reason: found["example"] for reason, found in (rejected | failed).items()},
+        "files": sum(len(lines) for lines in ledger.commits.values()),
+        "bytes": _bytes(folder, ledger),
+        "version": job["version"],
+        "created": job["created"],
+        "settings": job["settings"],
+        "versions": job["versions"],
+    }
+
+
+def _buckets(plan: RunPlan, measured: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """In the order of the plan; rows that are planned once more are no further rows."""
+    rows: dict[Bucket, int] = {}
+    for run in (run for part in plan.parts if part.kind == "rows" for run in part.runs):
+        rows[run.bucket] = rows.get(run.bucket, 0) + run.num_rows
+    unmeasured: dict[str, Any] = {"images": 0, "images_per_s": None, "median_ms": {}}
+    return [
+        {"bucket": bucket.name, **asdict(bucket), "rows": number, **measured.get(bucket.name, unmeasured)}
+        for bucket, number in rows.items()
+    ]
+
+
+def _rejections(folder: RunFolder) -> dict[str, dict[str, Any]]:
+    if not folder.rejected.exists():
+        return {}
+    return _by_reason(pq.read_table(folder.rejected, columns=["reason", "message"], partitioning=None))
+
+
+def _failures(folder: RunFolder, failed: Mapping[int, set[str]]) -> dict[str, dict[str, Any]]:
+    """The rows whose last word is failed, by `stage: reason`."""
+    tables = []
+    for shard, ids in failed.items():
+        table = pq.read_table(folder.failed_shard(shard), partitioning=None)
+        table = table.filter(pc.is_in(table["id"], value_set=pa.array(sorted(ids), pa.string())))
+        reasons = pc.binary_join_element_wise(table["stage"], table["reason"], ": ")
+        tables.append(pa.table({"reason": reasons, "message": table["message"]}))
+    return _by_reason(pa.concat_tables(tables)) if tables else {}
+
+
+def _by_reason(table: pa.Table) -> dict[str, dict[str, Any]]:
+    """Rows and one message for each reason, the most frequent first."""
+    groups = table.group_by("reason", use_threads=False).aggregate([("message", "count"), ("message", "first")])
+    ordered = groups.sort_by([("message_count", "descending"), ("reason", "ascending")]).to_pylist()
+    return {row["reason"]: {"rows": row["message_count"], "example": row["message_first"]} for row in ordered}
+
+
+def _bytes(folder: RunFolder, ledger: Ledger) -> int:
+    """Of all committed files; a folder shard's images stand beside the file that the ledger names."""
+    lines = [line for lines in ledger.commits.values() for line in lines]
+    metadata = [folder.root / line.file for line in lines if line.file.endswith(writers.METADATA)]
+    images = sum(image.bytes for path in metadata if path.exists() for image in writers.image_files(path))
+    return sum(line.bytes for line in lines) + images
+
+
+def render_html(report: Mapping[str, Any], samples: Sequence[Sample], *, points: Sequence[float]) -> str:
+    """report.html: one file that needs nothing else. The template escapes every value; prompts come from anywhere."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("fluxbatch", "."),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"duration": duration, "number": _number, "bytes": _human_bytes}
+    pictures = [{"sample": sample, "uri": _data_uri(sample.image)} for sample in samples]
+    spark, peak = spark_line(points), max(points, default=0.0)
+    return environment.get_template(TEMPLATE).render(report=report, pictures=pictures, spark=spark, peak=peak)
+
+
+def spark_line(points: Sequence[float], *, width: int = 600, height: int = 80) -> str:
+    """The points of an SVG polyline: 0 at the floor, the highest below the ceiling. Empty for fewer than two."""
+    top = max(points, default=0)
+    if len(points) < 2 or top <= 0:
+        return ""
+    step = width / (len(points) - 1)
+    return " ".join(f"{i * step:.1f},{height - 2 - (height - 4) * value / top:.1f}" for i, value in enumerate(points))
+
+
+def _data_uri(image: Image.Image) -> str:
+    return "data:image/jpeg;base64," + base64.b64encode(_encoded(image, "JPEG", quality=90)).decode()
+
+
+def _encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def _number(value: float | None, digits: int = 0) -> str:
+    return "–" if value is None else f"{value:,.{digits}f}"
+
+
+def _human_bytes(value: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} TB"

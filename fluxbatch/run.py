@@ -1,0 +1,240 @@
+"""A whole job: manifest -> plan -> pipeline -> shards -> ledger -> report. The only module that knows files and tensors."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from fluxbatch import commit, config, job, ledger, ranks, report, shards
+from fluxbatch.config import JobConfig
+from fluxbatch.errors import EXIT_DONE, EXIT_ROW_ERRORS, FluxbatchError
+from fluxbatch.folder import RunFolder
+from fluxbatch.ledger import Ledger
+from fluxbatch.lease import Lease
+from fluxbatch.manifest import open_manifest
+from fluxbatch.metrics import GpuSampler, MetricsLog, write_prometheus
+from fluxbatch.planner import Changes, RunPlan, add_retry, prepare
+from fluxbatch.progress import Progress
+from fluxbatch.ranks import Rank
+from fluxbatch.records import Batch, CompressedBatch, RowCounts, ShardPlan
+from fluxbatch.stop import Stop, seconds_left
+
+if TYPE_CHECKING:
+    from fluxbatch.models import Model
+
+log = logging.getLogger(__name__)
+
+FAILURES_JUDGED_FROM = 50  # rows; before that a share of failed rows says little
+
+LoadModel = Callable[[JobConfig, Rank], "Model"]
+
+
+def run_job(cfg: JobConfig, *, load: LoadModel | None = None) -> tuple[RowCounts, int]:
+    """Do the job, or go on with it. Returns the rows by state, and the exit code.
+
+    Raises a `FluxbatchError` for everything that a person must act on; `Interrupted` when a signal or the deadline
+    stopped it. `load` replaces the model (tests).
+    """
+    folder = RunFolder(config.output_dir(cfg))
+    rank = ranks.resolve(cfg.run, os.environ)
+    stop = Stop(grace_s=cfg.run.grace_s, deadline_s=seconds_left(cfg.run.deadline, os.environ))
+    with stop, Lease(folder, rank=rank.index, world_size=rank.world_size):
+        description = job.open_job(folder, cfg)
+        plan, changes = prepare(folder, open_manifest(cfg.manifest), config.row_rules(cfg), cfg)
+        _say_changes(changes)
+        committed = _sound_ledger(folder)
+        if cfg.run.retry_failed:
+            plan = add_retry(folder, plan, ledger.failed_rows(folder, committed, plan))
+        share = Share(folder, plan, committed, cfg, rank)
+        work = share.settle_all()
+        stop.check()
+        if work:
+            folder.success.unlink(missing_ok=True)
+            _render(share, work, stop=stop, load=load or _load_model)
+        stop.check()
+        counts = _finish(share, description, changes)
+    return counts, _exit_code(counts, cfg)
+
+
+@dataclass
+class Share:
+    """Our rank's shards: which batches are still to be made, and the step from batches on disk to a ledger line."""
+
+    folder: RunFolder
+    plan: RunPlan
+    ledger: Ledger
+    cfg: JobConfig
+    rank: Rank
+    missing: dict[int, set[int]] = field(default_factory=dict)  # open shard -> its batches that are not on disk
+
+    def settle_all(self) -> list[ShardPlan]:
+        """Commit every shard that needs no GPU any more; returns the shards with batches to make."""
+        for path in (self.folder.data, self.folder.failures, self.folder.batches, self.folder.root):
+            commit.remove_temporaries(path)
+        on_disk = shards.committed_batches(self.folder)
+        open_shards = [shard for shard in self.plan.shards() if self._is_ours_and_open(shard)]
+        return [shard for shard in open_shards if not self._settle_or_note(shard, on_disk)]
+
+    def _is_ours_and_open(self, shard: ShardPlan) -> bool:
+        return self.rank.owns(shard.index) and not self.ledger.complete(shard)
+
+    def _settle_or_note(self, shard: ShardPlan, on_disk: set[int]) -> bool:
+        missing = {batch.index for batch in shard.batches} - on_disk
+        if not missing:
+            self.settle(shard)
+            return True
+        found = shards.adopt(self.folder, shard, self.plan.rows(shard), output=self.cfg.output)
+        if found:
+            log.warning("shard %d stood there without its ledger line; it is whole and was taken over", shard.index)
+            self._record(shard, found)
+            return True
+        self.missing[shard.index] = missing
+        return False
+
+    def settle(self, shard: ShardPlan) -> None:
+        """All batches of a shard are on disk: make its file, then its ledger line, then drop the batches."""
+        commits = shards.compact(self.folder, shard, self.plan.rows(shard), output=self.cfg.output)
+        self._record(shard, commits)
+
+    def _record(self, shard: ShardPlan, commits: list[Any]) -> None:
+        self.ledger.append(self.folder, self.rank.index, commits)
+        shards.remove_batches(self.folder, shard)
+
+    def batches(self, work: list[ShardPlan]) -> Iterator[Batch]:
+        """The batches to make, in plan order."""
+        for shard in work:
+            for batch in shard.batches:
+                if batch.index in self.missing[shard.index]:
+                    yield self.plan.batch(batch)
+
+    def commit(self, done: CompressedBatch) -> None:
+        """Make a finished batch durable, and its shard when it was the last one missing."""
+        shards.commit_batch(self.folder, done)
+        missing = self.missing[done.batch.plan.shard]
+        missing.discard(done.batch.plan.index)
+        if not missing:
+            self.settle(self.plan.shard(done.batch.plan.shard))
+
+
+def _render(share: Share, work: list[ShardPlan], *, stop: Stop, load: LoadModel) -> None:
+    """Draw all missing batches and commit each as it comes."""
+    from fluxbatch.pipeline.loop import run_pipeline  # torch: only where there is something to draw
+
+    cfg = share.cfg
+    before = ledger.row_counts(share.folder, share.plan, share.ledger)
+    model = load(cfg, share.rank)
+    stop.check()
+    budget = FailureBudget(cfg.run.max_failed_fraction)
+    finished = run_pipeline(
+        share.batches(work),
+        model,
+        pipeline=cfg.pipeline,
+        model_cfg=cfg.model,
+        output=cfg.output,
+        draining=stop.requested,
+    )
+    with (
+        GpuSampler(cfg.telemetry.nvml, _device_uuid(model)) as gpu,
+        Progress(cfg.telemetry, total=before.rows - before.rejected, done=before.written + before.failed) as progress,
+    ):
+        metrics = MetricsLog(share.folder, share.rank.index, gpu)
+        previous = time.monotonic()
+        for done in finished:
+            share.commit(done)
+            now = time.monotonic()
+            progress.update(metrics.record(done, wall_s=now - previous))
+            previous = now
+            budget.spend(done)
+
+
+@dataclass
+class FailureBudget:
+    """Stops a job that fails more than it draws: something is wrong with the job, not with its rows."""
+
+    max_failed_fraction: float
+    rows: int = 0
+    failed: int = 0
+
+    def spend(self, done: CompressedBatch) -> None:
+        self.rows += len(done.results)
+        self.failed += done.num_failed
+        if self.rows >= FAILURES_JUDGED_FROM and self.failed > self.max_failed_fraction * self.rows:
+            last = next(result.failure for result in reversed(done.results) if result.failure)
+            raise FluxbatchError(
+                f"{self.failed} of the first {self.rows} rows failed, more than run.max_failed_fraction="
+                f"{self.max_failed_fraction:g} allows; the last one in {last.stage}: {last.message}"
+            )
+
+
+def _load_model(cfg: JobConfig, rank: Rank) -> Model:
+    from fluxbatch.models import load_model
+
+    return load_model(
+        replace(cfg.model, device=_device(cfg.model.device, rank)), true_cfg_scale=cfg.sampler.true_cfg_scale
+    )
+
+
+def _device(wanted: str, rank: Rank) -> str:
+    """`auto` and `cuda` become this rank's GPU among the visible ones."""
+    import torch
+
+    if wanted in ("auto", "cuda") and torch.cuda.is_available():
+        return f"cuda:{rank.local % torch.cuda.device_count()}"
+    return wanted
+
+
+def _device_uuid(model: Model) -> str | None:
+    if model.device.type != "cuda":
+        return None
+    import torch
+
+    return str(torch.cuda.get_device_properties(model.device).uuid)
+
+
+def _sound_ledger(folder: RunFolder) -> Ledger:
+    """The ledger, without the files that are gone or cut: those are removed here and made again."""
+    committed = Ledger.read(folder)
+    for lost in ledger.check_files(folder, committed):
+        log.warning("%s is missing or cut; its rows are made again", folder.root / lost.file)
+        shards.remove_shard_file(folder, lost)
+        committed.forget(lost)
+    return committed
+
+
+def _finish(share: Share, description: dict[str, Any], changes: Changes) -> RowCounts:
+    """Write report, card and _SUCCESS when the whole job is complete; whichever rank finds it so does it."""
+    committed = Ledger.read(share.folder)
+    counts = ledger.row_counts(share.folder, share.plan, committed)
+    if counts.pending == 0 and not (share.folder.success.exists() and changes.unchanged):
+        _drop_empty(share.folder)
+        report.write_report(share.folder, job=description)
+        commit.replace_file(share.folder.success, b"")
+    if share.cfg.telemetry.prometheus_textfile:
+        write_prometheus(share.cfg.telemetry.prometheus_textfile, report.status(share.folder))
+    return counts
+
+
+def _drop_empty(folder: RunFolder) -> None:
+    """The folder of open batches is gone at the end; another live copy may be quicker, or still use it."""
+    try:
+        folder.batches.rmdir()
+    except OSError:
+        log.debug("%s stays: it is gone already or not empty", folder.batches)
+
+
+def _say_changes(changes: Changes) -> None:
+    if changes.added:
+        log.info("%d rows were added to the plan", changes.added)
+    if changes.deleted:
+        log.warning("%d rows of the plan are no longer in the manifest; what was made of them is kept", changes.deleted)
+    if changes.rejected:
+        log.warning("%d rows of the manifest are rejected; see rejected.parquet", changes.rejected)
+
+
+def _exit_code(counts: RowCounts, cfg: JobConfig) -> int:
+    row_errors = counts.rejected + counts.failed > 0 and cfg.run.fail_on_row_errors
+    return EXIT_ROW_ERRORS if row_errors else EXIT_DONE

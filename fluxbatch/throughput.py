@@ -1,0 +1,156 @@
+"""What the batch logs of all ranks say: rates and stage times, now and over the whole run. Knows no shards.
+
+Images are written ones and time is that of the monotonic clock in the lines. Stage times overlap in the double buffer,
+so they are never added up.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+
+from fluxbatch.commit import read_lines
+from fluxbatch.folder import RunFolder
+from fluxbatch.metrics import STAGES, finite, rate
+
+RECENT_BATCHES = 20
+TAIL_BYTES = 64 * 1024  # holds some 60 lines
+QUIET_S = 600.0  # a rank silent for so long, or for three of its batches, is not taken for a working one
+CHUNK = 65_536  # lines held as Python objects at a time
+POINTS = 60
+
+Line = dict[str, Any]
+
+SCHEMA = pa.schema(
+    [("time", pa.string()), ("rank", pa.int64()), ("batch", pa.int64()), ("bucket", pa.string())]
+    + [(name, pa.int64()) for name in ("rows_ok", "rows_failed", "rows_padded")]
+    + [(name, pa.float64()) for name in ("wall_s", "gpu_joules", *(f"{stage}_ms" for stage in STAGES))]
+)
+
+
+def recent_lines(folder: RunFolder, *, count: int = RECENT_BATCHES) -> dict[int, list[Line]]:
+    """The last `count` lines of each rank, oldest first, read from the end of each file."""
+    tails = (list(_tail(path))[-count:] for path in _logs(folder))
+    return {lines[-1]["rank"]: lines for lines in tails if lines}
+
+
+def _logs(folder: RunFolder) -> list[Path]:
+    return sorted(folder.logs.glob("metrics-rank-*.jsonl"))
+
+
+def _tail(path: Path) -> Iterator[Line]:
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        for line in file.read().splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:  # torn by a kill, or cut by our own seek
+                continue
+            if isinstance(record, dict) and "batch" in record:
+                yield record
+
+
+def working(recent: Mapping[int, list[Line]]) -> dict[int, list[Line]]:
+    """The ranks that still work, by the times of their last lines."""
+    ends = {rank: datetime.fromisoformat(lines[-1]["time"]).timestamp() for rank, lines in recent.items()}
+    newest = max(ends.values(), default=0.0)
+    patience = {rank: max(QUIET_S, *(3 * (line["wall_s"] or 0) for line in lines)) for rank, lines in recent.items()}
+    return {rank: lines for rank, lines in recent.items() if newest - ends[rank] <= patience[rank]}
+
+
+def images_per_s(ranks: Mapping[int, list[Line]]) -> float | None:
+    """Written images a second of all these ranks together."""
+    return _summed_rate(ranks, [[line["rows_ok"] for line in lines] for lines in ranks.values()])
+
+
+def work_per_s(ranks: Mapping[int, list[Line]], work: Mapping[str, float]) -> float | None:
+    """The same for any unit of work, given for one row of each bucket; failed rows cost what written ones do."""
+    done = [
+        [work.get(line["bucket"], 0) * (line["rows_ok"] + line["rows_failed"]) for line in lines]
+        for lines in ranks.values()
+    ]
+    return _summed_rate(ranks, done)
+
+
+def _summed_rate(ranks: Mapping[int, list[Line]], amounts: Sequence[Sequence[float]]) -> float | None:
+    walls = [sum(line["wall_s"] or 0 for line in lines) for lines in ranks.values()]
+    rates = [sum(amount) / wall_s for amount, wall_s in zip(amounts, walls, strict=True) if wall_s > 0]
+    return sum(rates) if rates else None
+
+
+def read_log(folder: RunFolder) -> pa.Table:
+    """The lines of all ranks, one column a key of SCHEMA; torn and foreign lines are passed over."""
+    lines = (line for path in _logs(folder) for line in read_lines(path) if "batch" in line)
+    chunks = iter(lambda: list(islice(lines, CHUNK)), [])
+    return pa.concat_tables(chain([SCHEMA.empty_table()], (pa.Table.from_pylist(chunk, SCHEMA) for chunk in chunks)))
+
+
+def by_bucket(log: pa.Table) -> dict[str, dict[str, Any]]:
+    """For each bucket: images, images a second of one rank, and the median milliseconds of each stage."""
+    medians = ", ".join(f"median({stage}_ms) AS {stage}" for stage in STAGES)
+    rows = _query(
+        log, f"SELECT bucket, sum(rows_ok) AS images, sum(wall_s) AS wall_s, {medians} FROM log GROUP BY bucket"
+    )
+    return {
+        row["bucket"]: {
+            "images": int(row["images"]),
+            "images_per_s": rate(int(row["images"]), row["wall_s"] or 0),
+            "median_ms": {stage: finite(row[stage]) for stage in STAGES},
+        }
+        for row in rows
+    }
+
+
+def totals(log: pa.Table) -> dict[str, Any]:
+    """The whole run. Ranks work side by side, so `wall_s` is that of the rank that worked longest."""
+    [row] = _query(
+        log,
+        """
+        SELECT coalesce(sum(images), 0) AS images, coalesce(sum(batches), 0) AS batches,
+            coalesce(sum(padded), 0) AS padded, count(*) AS ranks, coalesce(max(wall_s), 0) AS wall_s,
+            sum(joules) AS joules, min(first) AS first, max(last) AS last
+        FROM (
+            SELECT sum(rows_ok) AS images, count(*) AS batches, sum(rows_padded) AS padded, sum(wall_s) AS wall_s,
+                sum(gpu_joules) AS joules, min(time) AS first, max(time) AS last
+            FROM log GROUP BY rank
+        )
+        """,
+    )
+    images = int(row["images"])
+    return {
+        "images": images,
+        "batches": int(row["batches"]),
+        "rows_padded": int(row["padded"]),
+        "ranks": row["ranks"],
+        "wall_s": finite(row["wall_s"]),
+        "images_per_s": rate(images, row["wall_s"]),
+        "gpu_joules": finite(row["joules"]),
+        "gpu_joules_per_image": finite(row["joules"] / images) if images and row["joules"] is not None else None,
+        "first_time": row["first"],
+        "last_time": row["last"],
+    }
+
+
+def points(log: pa.Table, *, count: int = POINTS) -> list[float]:
+    """Images a second of all ranks, over the run, in at most `count` equal numbers of batches."""
+    rows = _query(
+        log,
+        f"""
+        SELECT coalesce(sum(rows_ok) / nullif(sum(wall_s), 0), 0) * count(DISTINCT rank) AS images_per_s
+        FROM (SELECT *, ntile({count}) OVER (ORDER BY time) AS piece FROM log) GROUP BY piece ORDER BY piece
+        """,
+    )
+    return [row["images_per_s"] for row in rows]
+
+
+def _query(log: pa.Table, sql: str) -> list[dict[str, Any]]:
+    with duckdb.connect() as database:
+        database.register("log", log)
+        return database.sql(sql).to_arrow_table().to_pylist()

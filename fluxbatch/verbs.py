@@ -1,0 +1,142 @@
+"""What each verb answers: a dictionary for scripts, words for a person, an exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from fluxbatch import config, estimate, job
+from fluxbatch.config import JobConfig
+from fluxbatch.errors import EXIT_DISCREPANCY, EXIT_DONE, EXIT_ROW_ERRORS, ConfigError
+from fluxbatch.folder import RunFolder
+from fluxbatch.records import RowCounts
+
+Answer = tuple[dict[str, Any], str, int]
+Verb = Callable[[JobConfig], Answer]
+
+
+def run(cfg: JobConfig) -> Answer:
+    """Do the job, or go on with it."""
+    from fluxbatch.run import run_job
+
+    _require_manifest(cfg)
+    counts, code = run_job(cfg)
+    folder = RunFolder(config.output_dir(cfg))
+    words = [*_count_lines(counts), f"images: {folder.data}"]
+    if counts.pending == 0:
+        words += [f"contact sheet: {folder.contact_sheet}", f"report: {folder.report_html}"]
+    return asdict(counts), "\n".join(words), code
+
+
+def plan(cfg: JobConfig) -> Answer:
+    """What a run would do, from the manifest alone. Writes nothing, loads no weights."""
+    from fluxbatch.manifest import open_manifest
+    from fluxbatch.plan import plan_part
+    from fluxbatch.planner import survey
+
+    _require_manifest(cfg)
+    found = survey(open_manifest(cfg.manifest), config.row_rules(cfg), cfg.manifest)
+    part = plan_part(found.counts, plan=cfg.plan)
+    hours = estimate.gpu_hours(part, cfg)
+    answer: dict[str, Any] = {
+        "rows": found.rows,
+        "accepted": part.num_rows,
+        "rejected": sum(found.rejected.values()),
+        "rejected_by_reason": dict(found.rejected),
+        "rejected_examples": [asdict(example) for examples in found.examples.values() for example in examples],
+        "buckets": [
+            {**asdict(run.bucket), "name": run.bucket.name, "rows": run.num_rows, "batch_size": run.batch_size}
+            for run in part.runs
+        ],
+        "batches": part.num_batches,
+        "padded": part.num_padded,
+        "shards": part.num_shards,
+        "image_bytes": estimate.image_bytes(part, cfg),
+        "hours": hours,
+        "output_dir": str(config.output_dir(cfg)),
+    }
+    row_errors = answer["rejected"] and cfg.run.fail_on_row_errors
+    return answer, _plan_words(answer, cfg), EXIT_ROW_ERRORS if row_errors else EXIT_DONE
+
+
+def _plan_words(answer: dict[str, Any], cfg: JobConfig) -> str:
+    lines = [f"{key}: {answer[key]:,}" for key in ("rows", "accepted", "rejected")]
+    lines += [f"  {reason}: {number:,}" for reason, number in answer["rejected_by_reason"].items()]
+    lines += [f"    row {example['row']}: {example['message']}" for example in answer["rejected_examples"]]
+    lines += [f"buckets: {len(answer['buckets'])}"]
+    lines += [
+        f"  {bucket['name']}: {bucket['rows']:,} rows in batches of {bucket['batch_size']}" for bucket in answer["buckets"]
+    ]
+    lines += [f"batches: {answer['batches']:,} ({answer['padded']:,} padded places)", f"shards: {answer['shards']:,}"]
+    lines += [f"bytes: about {_human_bytes(answer['image_bytes'])} of images (a rule of thumb for {cfg.output.image_format})"]
+    if answer["hours"] is not None:
+        cost = estimate.COSTS[cfg.model.name]
+        lines += [f"hours: about {answer['hours']:.2g} on {cost.hardware} (a FLOP model at {cost.tflop_per_s:g} TFLOP/s)"]
+    return "\n".join([*lines, f"output: {answer['output_dir']}"])
+
+
+def status(cfg: JobConfig) -> Answer:
+    """How far the run in `output.dir` is, from its files alone."""
+    from fluxbatch import report
+
+    found = report.status(_existing(cfg))
+    words = "\n".join(f"{key}: {_word(value)}" for key, value in found.items())
+    return found, words, EXIT_DONE
+
+
+def verify(cfg: JobConfig) -> Answer:
+    """Whether every row is accounted for and every file is sound."""
+    from fluxbatch.verify import verify as verify_folder
+
+    counts, found = verify_folder(_existing(cfg), decode=cfg.verify.decode)
+    answer = {**asdict(counts), "discrepancies": [asdict(discrepancy) for discrepancy in found]}
+    lines = [*_count_lines(counts), f"discrepancies: {len(found)}"]
+    lines += [f"  {discrepancy.file}: {discrepancy.message}" for discrepancy in found]
+    return answer, "\n".join(lines), EXIT_DISCREPANCY if found or not counts.balanced else EXIT_DONE
+
+
+def report(cfg: JobConfig) -> Answer:
+    """Make report.json, report.html, the contact sheet and the card again."""
+    from fluxbatch import report as reports
+
+    folder = _existing(cfg)
+    description = job.read_job(folder)
+    assert description is not None, "_existing has seen it"
+    written = reports.write_report(folder, job=description)
+    return written, f"report: {folder.report_html}\ncontact sheet: {folder.contact_sheet}", EXIT_DONE
+
+
+VERBS: dict[str, Verb] = {"run": run, "plan": plan, "status": status, "verify": verify, "report": report}
+
+
+def _require_manifest(cfg: JobConfig) -> None:
+    if not cfg.manifest.path:
+        raise ConfigError(
+            f"manifest.path must name a Parquet file, folder, glob, URL or list of them, got {cfg.manifest.path!r}"
+        )
+
+
+def _existing(cfg: JobConfig) -> RunFolder:
+    folder = RunFolder(config.output_dir(cfg))
+    if job.read_job(folder) is None:
+        raise ConfigError(f"output.dir must be a run folder (with a job.json), got {folder.root}")
+    return folder
+
+
+def _count_lines(counts: RowCounts) -> list[str]:
+    return [f"{name}: {getattr(counts, name)}" for name in ("rows", "written", "failed", "rejected", "pending")]
+
+
+def _word(value: Any) -> str:
+    if value is None:
+        return "unknown"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _human_bytes(number: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.3g} TB"
