@@ -44,9 +44,11 @@ def run_job(cfg: JobConfig, *, load: LoadModel | None = None) -> tuple[RowCounts
     stop = Stop(grace_s=cfg.run.grace_s, deadline_s=seconds_left(cfg.run.deadline, os.environ))
     with stop, Lease(folder, rank=rank.index, world_size=rank.world_size):
         description = job.open_job(folder, cfg)
+        if load is None and not folder.success.exists():
+            _check_model(cfg)
         plan, changes = prepare(folder, open_manifest(cfg.manifest), config.row_rules(cfg), cfg)
         _say_changes(changes)
-        committed = _sound_ledger(folder)
+        committed = _sound_ledger(folder, rank)
         if cfg.run.retry_failed:
             plan = add_retry(folder, plan, ledger.failed_rows(folder, committed, plan))
         share = Share(folder, plan, committed, cfg, rank)
@@ -170,6 +172,13 @@ class FailureBudget:
             )
 
 
+def _check_model(cfg: JobConfig) -> None:
+    """Refuse a model that is not there, or cannot run here, before the manifest is planned."""
+    from fluxbatch.models import check_model
+
+    check_model(cfg.model)
+
+
 def _load_model(cfg: JobConfig, rank: Rank) -> Model:
     from fluxbatch.models import load_model
 
@@ -195,13 +204,13 @@ def _device_uuid(model: Model) -> str | None:
     return str(torch.cuda.get_device_properties(model.device).uuid)
 
 
-def _sound_ledger(folder: RunFolder) -> Ledger:
+def _sound_ledger(folder: RunFolder, rank: Rank) -> Ledger:
     """The ledger, without the files that are gone or cut: those are removed here and made again."""
     committed = Ledger.read(folder)
     for lost in ledger.check_files(folder, committed):
         log.warning("%s is missing or cut; its rows are made again", folder.root / lost.file)
         shards.remove_shard_file(folder, lost)
-        committed.forget(lost)
+        committed.forget(folder, rank.index, lost)
     return committed
 
 

@@ -34,6 +34,8 @@ HUGGINGFACE = {b"huggingface": json.dumps({"info": {"features": {"image": {"_typ
 SETTINGS = ("id", "prompt", "negative_prompt", "height", "width", "seed", "num_inference_steps", "guidance_scale")
 REQUESTED = ("requested_height", "requested_width")
 
+PAGE_ROWS = 16  # rows after which a Parquet page of 1 MiB or more is closed; one page a row group costs its size again
+
 PLAIN_KEY = re.compile(r"[a-z0-9][a-z0-9_-]{0,99}")
 LIKE_A_MADE_KEY = re.compile(r".*-[0-9a-f]{16}")
 DEVICE_NAME = re.compile(r"con|prn|aux|nul|(com|lpt)[0-9]")  # no file may be called so on Windows
@@ -68,28 +70,33 @@ def write_parquet(
     """Row groups of at most `row_group_mib` of images (one image at least); only text is compressed."""
     others = [name for name in schema.names if name != "image"]
     text = {field.name: "zstd" for field in schema if pa.types.is_string(field.type)}
-    options = {"compression": text, "use_dictionary": False, "write_statistics": others}
+    options = {"compression": text, "use_dictionary": False, "write_statistics": others, "write_batch_size": PAGE_ROWS}
     with pq.ParquetWriter(file, schema, **options) as writer:
-        for group in _row_groups(tables, max_bytes=row_group_mib * 2**20):
-            writer.write_table(_with_paths(group, schema, image_format), row_group_size=group.num_rows)
+        for parts in _row_groups(tables, max_bytes=row_group_mib * 2**20):
+            group = _join(parts, schema, image_format)
+            writer.write_table(group, row_group_size=group.num_rows)
 
 
-def _row_groups(tables: Iterable[pa.Table], *, max_bytes: int) -> Iterator[pa.Table]:
-    held: list[pa.Table] = []
+def _row_groups(tables: Iterable[pa.Table], *, max_bytes: int) -> Iterator[list[pa.Table]]:
+    """The parts of each row group. Whoever takes one empties it: else its images are in memory once more."""
+    parts: list[pa.Table] = []
     held_bytes = 0
     for table in tables:
         start = 0
         for row, size in enumerate(pc.binary_length(table["image"]).to_pylist()):
             if held_bytes and held_bytes + size > max_bytes:
-                yield pa.concat_tables([*held, table.slice(start, row - start)]).combine_chunks()
-                held, held_bytes, start = [], 0, row
+                parts.append(table.slice(start, row - start))
+                yield parts
+                held_bytes, start = 0, row
             held_bytes += size
-        held.append(table.slice(start))
+        parts.append(table.slice(start))
     if held_bytes:
-        yield pa.concat_tables(held).combine_chunks()
+        yield parts
 
 
-def _with_paths(group: pa.Table, schema: pa.Schema, image_format: str) -> pa.Table:
+def _join(parts: list[pa.Table], schema: pa.Schema, image_format: str) -> pa.Table:
+    group = pa.concat_tables(parts)
+    parts.clear()
     paths = pa.array([_image_name(row_id, image_format) for row_id in group["id"].to_pylist()], pa.string())
     content = group["image"].combine_chunks().cast(pa.binary())
     image = pa.StructArray.from_arrays([content, paths], fields=list(IMAGE_TYPE))

@@ -242,6 +242,20 @@ def test_other_columns_that_disagree_are_refused_with_the_file_and_can_be_left_o
     assert opened(tmp_path, drop_columns=["tag"]).extra_schema == pa.schema({"n": pa.int64()})
 
 
+def test_other_columns_may_have_another_encoding_in_each_file(tmp_path: Path):
+    for i, kind in enumerate((pa.string(), pa.string_view(), pa.dictionary(pa.int8(), pa.string()))):
+        write(tmp_path / f"{i}.parquet", {"prompt": ["a"], "tag": pa.array(["x"]).cast(kind)})
+    manifest = opened(tmp_path)
+    assert manifest.extra_schema == pa.schema({"tag": pa.string()})
+    assert column(check(manifest)[0], "extra") == [{"tag": "x"}] * 3
+
+
+def test_a_column_that_stands_twice_is_refused(tmp_path: Path):
+    table = pa.Table.from_arrays([pa.array(["a"])] * 3, names=["prompt", "tag", "tag"])
+    with pytest.raises(ManifestError, match="column tag stands twice"):
+        opened(write(tmp_path / "m.parquet", table))
+
+
 @pytest.mark.parametrize("name", ["image", "truncated", "requested_height", "requested_width"])
 def test_a_column_named_like_one_of_the_output_is_refused(tmp_path: Path, name: str):
     path = write(tmp_path / "m.parquet", {"prompt": ["a"], name: [1]})
@@ -314,6 +328,12 @@ def test_br03_guidance_is_a_finite_number_and_null_is_the_default(judge):
     assert column(rows, "guidance_scale") == [3.0, 3.5, 0.0]
     assert reasons(rejected) == [(i, "guidance_scale", "bad_guidance") for i in (2, 3, 4)]
     assert column(judge({"guidance_scale": [4]})[0], "guidance_scale") == [4.0]
+
+
+def test_unsigned_sizes_beyond_any_limit_fail_their_row_and_null_is_the_default(judge):
+    rows, rejected = judge({"height": pa.array([2**64 - 1, None, 256], pa.uint64())})
+    assert column(rows, "height") == [128, 256]
+    assert reasons(rejected) == [(0, "height", "bad_size")]
 
 
 def test_steps_are_whole_numbers_from_one(judge):
@@ -432,10 +452,11 @@ def test_a_fingerprint_tells_any_edit_and_nothing_else(judge):
 
 def test_neighbouring_fields_do_not_run_into_each_other(judge):
     rows, _ = judge({
-        "id": ["a", "a|1", "a"], "prompt": ["1|b", "b", "1"], "negative_prompt": ["~", None, "b"],
-        "x": ["1:y", None, ""], "y": [None, "1", "1:y"],
+        "id": ["a", "a|b", "x", "x", "y", "y"], "prompt": ["b|c", "c", "p", "p", "p", "p"],
+        "negative_prompt": [None, None, None, "~", None, None],
+        "s": [None, None, None, None, "v1:t:w", "v"], "t": [None, None, None, None, None, "w"],
     })  # fmt: skip
-    assert len(set(column(rows, "fingerprint"))) == 3
+    assert len(set(column(rows, "fingerprint"))) == 6
 
 
 def test_chunks_do_not_change_what_is_found(tmp_path: Path, monkeypatch):

@@ -6,7 +6,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -698,51 +698,96 @@ def test_tiny_model_gives_a_row_the_same_bytes_in_any_company_and_mode(tiny) -> 
 
 
 class SolidModel(FakeModel):
-    """Fills each image with its row's first noise, after the device has been made slow."""
+    """Fills each image with its row's first noise on a device that is made slow. Never synchronises."""
 
-    slow: Callable[[], None] = staticmethod(lambda: None)
+    slow_cycles = 0
+
+    def encode(self, tokens):
+        return {"prompt_embeds": tokens["ids"].float().view(-1, 1, 2)}
+
+    def velocity(self, latents, **_):
+        return torch.zeros_like(latents)
 
     def decode(self, latents, *, bucket):
-        self.slow()
+        if self.slow_cycles:
+            torch.cuda._sleep(self.slow_cycles)
         return latents[:, 0, 0].view(-1, 1, 1, 1).expand(-1, 3, bucket.height, bucket.width) * 0.4
 
 
-def wrong_pixels(model: FakeModel, count: int) -> int:
-    """Images that are not filled with their own row's colour; raw pixels, so that the codec is quick."""
+def solid_batches(count: int) -> Iterator[Batch]:
     bucket = Bucket(256, 256, 1)
-    source = [as_batch(i, [request(f"s{i}r{r}", bucket=bucket, seed=i * 8 + r) for r in range(4)], bucket=bucket)
-              for i in range(count)]  # fmt: skip
+    for index in range(count):
+        rows = [request(f"s{index}r{row}", bucket=bucket, seed=index * 8 + row) for row in range(4)]
+        yield as_batch(index, rows, bucket=bucket)
+
+
+def raw_bytes(pixels: np.ndarray, asked: Request, output: OutputConfig) -> bytes:
+    return pixels.tobytes()
+
+
+def num_wrong(done: Iterator[CompressedBatch]) -> int:
+    """Images that are not filled with their own row's colour, from first to last pixel."""
     wrong = 0
-    for batch in run(source, model, depth=2):
+    for batch in done:
         for asked, result in zip(batch.batch.requests, batch.results, strict=True):
             noise = torch.randn(16, generator=torch.Generator().manual_seed(asked.seed))[0] * 0.4
             colour = ((noise / 2 + 0.5).clamp(0, 1) * 255).round().item()
-            pixels = np.frombuffer(result.image, np.uint8)
-            wrong += int(pixels.min() != colour or pixels.max() != colour)
+            pixels = np.frombuffer(result.image or bytes(1), np.uint8)
+            wrong += result.image is None or int(pixels.min() != colour or pixels.max() != colour)
     return wrong
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("slow_side", ["device", "codec"])
 def test_br26_every_pixel_is_its_own_rows_in_1000_batches(slow_side: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def raw(pixels, asked, output):
-        if slow_side == "codec":
-            time.sleep(0.001)
+    def slow_codec(pixels, asked, output):
+        time.sleep(0.001)
         return pixels.tobytes()
 
-    monkeypatch.setattr(compress, "compress", raw)
+    monkeypatch.setattr(compress, "compress", raw_bytes if slow_side == "device" else slow_codec)
     model = SolidModel(device=torch.device("cuda"))
-    if slow_side == "device":
-        model.slow = lambda: torch.cuda._sleep(2_000_000)
-    assert wrong_pixels(model, 1000) == 0
+    model.slow_cycles = 2_000_000 if slow_side == "device" else 0
+    done = run(solid_batches(1000), model)
+    assert num_wrong(itertools.islice(done, 250)) == 0
+    reserved = torch.cuda.memory_reserved()
+    assert num_wrong(done) == 0
+    assert torch.cuda.memory_reserved() == reserved  # BR-22: levels off
 
 
 @pytest.mark.gpu
-def test_br26_without_the_event_wait_the_race_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compress, "compress", lambda pixels, asked, output: pixels.tobytes())
-    monkeypatch.setattr(Slot, "wait", lambda self: None)
+@pytest.mark.parametrize("guard", ["Slot.wait", "Streams.join"])
+def test_br26_without_either_guard_the_race_is_seen(guard: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compress, "compress", raw_bytes)
+    monkeypatch.setattr(
+        "fluxbatch.pipeline.timing._cuda_span", lambda: lambda: lambda: 0.0
+    )  # its events have not passed
+    if guard == "Slot.wait":
+        monkeypatch.setattr(Slot, "wait", lambda self: None)
+    else:
+        monkeypatch.setattr(Streams, "join", lambda *args, **kwargs: None)
     model = SolidModel(device=torch.device("cuda"))
-    model.slow = lambda: torch.cuda._sleep(20_000_000)
-    # Timings would read events that have not passed.
-    monkeypatch.setattr("fluxbatch.pipeline.timing._cuda_span", lambda: lambda: lambda: 0.0)
-    assert wrong_pixels(model, 50) > 0
+    model.slow_cycles = 20_000_000
+    assert num_wrong(run(solid_batches(50), model)) > 0
+
+
+@pytest.mark.gpu
+def test_nothing_in_the_launch_path_synchronises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compress, "compress", raw_bytes)
+    model = SolidModel(device=torch.device("cuda"))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert num_wrong(run(solid_batches(20), model)) == 0
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_both_modes_give_equal_bytes_and_event_times() -> None:
+    done = {mode: list(run(MIXED, FakeModel(device=torch.device("cuda")), mode=mode)) for mode in MODES}
+    assert [batch.results for batch in done["serial"]] == [batch.results for batch in done["double_buffered"]]
+    assert all(b.times.denoise_ms > 0 and b.times.decode_ms > 0 for batches in done.values() for b in batches)
+    for batch in done["serial"]:
+        for asked, result in zip(batch.batch.requests, batch.results, strict=True):
+            off = pixels_of(result.image).astype(int) - expected_pixels(asked, batch.batch.bucket)
+            assert np.abs(off).max() <= 1

@@ -109,6 +109,7 @@ class Flux1:
         self._token_side = 2 * 2 ** (len(vae.config.block_out_channels) - 1)  # pixels: 2 latents of 8 each
         self._schedules: dict[Bucket, Schedule] = {}
         self._position_ids: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        loading.decode_row_by_row_on_cpu(vae)
 
     @classmethod
     def load(cls, cfg: ModelConfig, *, true_cfg_scale: float) -> Self:

@@ -269,7 +269,9 @@ def stored(
             output_loading_info=True,
             **options,
         )
-    except (OSError, ValueError, SafetensorError) as error:
+    except NotImplementedError as error:  # what diffusers comes to when a tensor was never filled
+        raise FluxbatchError(f"model.path={folder}: {subfolder} lacks tensors that its config.json asks for") from error
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise FluxbatchError(f"model.path={folder}: {subfolder} cannot be loaded: {first_line(error)}") from error
     absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if absent:  # the libraries fill such tensors with random numbers and go on
@@ -345,11 +347,19 @@ def tune(transformer: Any, *, cfg: ModelConfig, placement: Placement) -> None:
     """Attention back end and compilation. What cannot be had is logged and left out."""
     head_dim = transformer.config.attention_head_dim
     # Set it for every model: diffusers keeps the last choice for the whole process.
-    transformer.set_attention_backend("_native_cudnn" if _cudnn_attention(head_dim, placement) else "native")
+    backend = "_native_cudnn" if _cudnn_attention(head_dim, placement) else "native"
+    transformer.set_attention_backend(backend)
+    logger.info("transformer: attention %s, compile %s", backend, cfg.compile)
     if cfg.compile == "regional" and placement.device.type == "cuda":
         transformer.compile_repeated_blocks(fullgraph=True)
     elif cfg.compile == "regional":
         logger.warning("model.compile=regional is for CUDA; the transformer runs uncompiled on %s", placement.device)
+
+
+def decode_row_by_row_on_cpu(vae: Any) -> None:
+    """CPU kernels cut a batch among threads anywhere, and round differently near a cut: whole rows keep their bits."""
+    if vae.device.type == "cpu":
+        vae.enable_slicing()
 
 
 def _cudnn_attention(head_dim: int, placement: Placement) -> bool:

@@ -66,10 +66,10 @@ class Net(nn.Module):
         return self.transformer.pos_embed(torch.cat([torch.zeros(TEXT_TOKENS, 3), ids.view(-1, 3)]).to(device))
 
     def compile_parts(self) -> None:
-        """Compiles each kind of block once a shape, and the text encoders."""
+        """Compiles each kind of block for the first size it meets, then once more for all other sizes."""
         blocks = (*self.transformer.transformer_blocks, *self.transformer.single_transformer_blocks)
         for part in (*blocks, self.t5, self.clip):
-            part.compile(dynamic=False)
+            part.compile()
 
 
 @dataclass(frozen=True)
