@@ -60,7 +60,7 @@ def _fsync_path(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def publish_file(path: Path, write: Callable[[BinaryIO], None]) -> bool:
+def publish_file(path: Path, write: Callable[[BinaryIO], object]) -> bool:
     """Write a file whole, then create it under `path` if nothing stands there.
 
     Returns False when `path` exists already: somebody else, or an earlier attempt of ours, has committed it; read
@@ -157,11 +157,9 @@ def _ends_with_newline(file: BinaryIO) -> bool:
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The whole JSON objects of a JSON-lines file; a torn or foreign line is passed over."""
-    try:
-        file = open(path, "rb")
-    except FileNotFoundError:
+    if not path.exists():
         return
-    with file:
+    with open(path, "rb") as file:
         for line in file:
             with contextlib.suppress(ValueError):
                 record = json.loads(line)
@@ -175,7 +173,7 @@ def sha256_file(path: Path) -> str:
 
 
 def remove_temporaries(folder: Path) -> int:
-    """Delete what dead attempts left in `folder` and return how many; a live copy's files stay until they are a day old."""
+    """Delete what dead attempts left in `folder`, and return how many; what may be a live copy's stays for a day."""
     leftovers = [path for path in folder.glob(f"{TEMPORARY_PREFIX}*") if _is_abandoned(path)]
     for path in leftovers:
         shutil.rmtree(path, ignore_errors=True) if _is_real_folder(path) else path.unlink(missing_ok=True)

@@ -20,7 +20,14 @@ from fluxbatch.config import JobConfig
 from fluxbatch.errors import ConfigError
 
 # Settings that are paths or names: their values are taken letter by letter, whatever Hydra's grammar thinks of them.
-LITERAL_KEYS = ("manifest.path", "output.dir", "model.path", "run.name", "run.deadline", "telemetry.prometheus_textfile")
+LITERAL_KEYS = (
+    "manifest.path",
+    "output.dir",
+    "model.path",
+    "run.name",
+    "run.deadline",
+    "telemetry.prometheus_textfile",
+)
 KINDS = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false", "String": "text"}
 
 
@@ -84,7 +91,7 @@ def _refuse_added_keys(composed: DictConfig) -> None:
     """`+key=value` adds what no dataclass knows; OmegaConf lets it through."""
     known = set(_keys(JobConfig))
     for group, node in composed.items():
-        names = [f"{group}.{name}" for name in node] if isinstance(node, DictConfig) else [str(group)]
+        names = [f"{group!s}.{name!s}" for name in node] if isinstance(node, DictConfig) else [str(group)]
         unknown = [name for name in names if name not in known]
         if unknown:
             raise ConfigError(_no_such_key(unknown[0]))

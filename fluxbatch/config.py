@@ -1,4 +1,4 @@
-"""The settings: one plain dataclass per group in conf/, checked once at the door. Imports no torch, opens no manifest."""
+"""The settings: one plain dataclass a group in conf/, checked once at the door. Opens no file, imports no torch."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ RULES: tuple[Rule, ...] = (
     ("model.text_encoder_dtype", lambda v: v != "float16", "must not be float16: T5 and Qwen3 overflow in it"),
     ("model.vae_dtype", _dtype_or_null, f"must be null or one of {', '.join(DTYPES)}"),
     ("model.vae_dtype", lambda v: v != "float16", "must not be float16: the VAE overflows in it and draws black"),
-    ("model.device", lambda v: re.fullmatch(r"auto|cpu|cuda(:\d+)?", v), "must be auto, cpu, cuda or cuda:N"),
+    ("model.device", lambda v: bool(re.fullmatch(r"auto|cpu|cuda(:\d+)?", v)), "must be auto, cpu, cuda or cuda:N"),
     ("model.quantization", *_one_of("none")),
     ("model.compile", *_one_of("off", "regional")),
     ("model.guidance", *_one_of(*GUIDANCE)),
@@ -236,7 +236,7 @@ def setting(cfg: JobConfig, key: str) -> Any:
 
 
 def check(cfg: JobConfig) -> None:
-    """Refuse every impossible value with its dotted key, the rule and the value. Past this door, settings are trusted."""
+    """Refuse an impossible value with its dotted key, the rule and the value. Past this door, settings are trusted."""
     for key, holds, rule in RULES:
         value = setting(cfg, key)
         if not holds(value):
@@ -252,16 +252,22 @@ def _check_sizes(cfg: JobConfig) -> None:
         if value % multiple:
             low = value // multiple * multiple
             nearest = ", ".join(str(side) for side in (low, low + multiple) if side)
-            raise ConfigError(f"{key} must be a multiple of {multiple} for {cfg.model.name}, got {value}; nearest {nearest}")
+            raise ConfigError(
+                f"{key} must be a multiple of {multiple} for {cfg.model.name}, got {value}; nearest {nearest}"
+            )
     if cfg.sampler.height * cfg.sampler.width > cfg.model.max_pixels:
         size = f"{cfg.sampler.height}x{cfg.sampler.width}"
-        raise ConfigError(f"sampler.height x sampler.width must be <= model.max_pixels={cfg.model.max_pixels}, got {size}")
+        raise ConfigError(
+            f"sampler.height x sampler.width must be <= model.max_pixels={cfg.model.max_pixels}, got {size}"
+        )
 
 
 def _check_ranks(run: RunConfig) -> None:
-    if (run.rank is None) != (run.world_size is None):
+    if run.rank is None and run.world_size is None:
+        return
+    if run.rank is None or run.world_size is None:
         raise ConfigError(f"run.rank and run.world_size must be given together, got {run.rank} and {run.world_size}")
-    if run.world_size is not None and not (run.world_size >= 1 and 0 <= run.rank < run.world_size):
+    if not 0 <= run.rank < run.world_size:
         raise ConfigError(f"run.rank must be from 0 to run.world_size - 1, got {run.rank} of {run.world_size}")
 
 

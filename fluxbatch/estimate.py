@@ -15,7 +15,7 @@ BYTES_PER_PIXEL = {"png": 1.5, "jpeg": 0.45, "webp": 0.35}
 class Cost:
     """FLOP counts of one architecture (1 multiply-add = 2 FLOP), and a rate it was seen to reach.
 
-    A forward of S tokens costs 2 * macs_per_token * S for the matrix products and 4 * S^2 * width * blocks for attention.
+    S tokens cost 2 * macs_per_token * width^2 * blocks * S in matrix products, 4 * S^2 * width * blocks in attention.
     """
 
     blocks: int

@@ -10,7 +10,7 @@ SHARD_SUFFIX = {"parquet": ".parquet", "webdataset": ".tar", "folder": ""}
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """The paths under `root` (design: the run folder). Shard numbers have five digits in Parquet and folders, six in tars."""
+    """The paths under `root`. Shard numbers have five digits, in tars six."""
 
     root: Path
 

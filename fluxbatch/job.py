@@ -30,7 +30,7 @@ def open_job(folder: RunFolder, cfg: JobConfig) -> dict[str, Any]:
     if stored is None:
         _refuse_foreign_folder(folder)
         content = json.dumps(_describe(cfg), indent=1, ensure_ascii=False).encode()
-        commit.publish_file(folder.job, lambda file: file.write(content) and None)
+        commit.publish_file(folder.job, lambda file: file.write(content))
         stored = read_job(folder)
         assert stored is not None, f"{folder.job} was published and is not there"
     _refuse_differences(folder, stored["fingerprint"], fingerprint(cfg))
@@ -84,11 +84,15 @@ def _refuse_foreign_folder(folder: RunFolder) -> None:
     if not folder.root.exists():
         return
     strangers = sorted(
-        path.name for path in folder.root.iterdir() if path.name not in OURS and not path.name.startswith((".", "job.json."))
+        path.name
+        for path in folder.root.iterdir()
+        if path.name not in OURS and not path.name.startswith((".", "job.json."))
     )
     ours = {"data", "ledger", "plan.parquet"} & set(strangers)
     if strangers and not ours:
-        raise ConfigError(f"output.dir must be empty or a run folder of fluxbatch, got {folder.root}, which holds {strangers[0]!r}")
+        raise ConfigError(
+            f"output.dir must be empty or a run folder of fluxbatch, got {folder.root}, which holds {strangers[0]!r}"
+        )
 
 
 def _refuse_differences(folder: RunFolder, stored: dict[str, Any], ours: dict[str, Any]) -> None:
@@ -97,5 +101,6 @@ def _refuse_differences(folder: RunFolder, stored: dict[str, Any], ours: dict[st
         key = differences[0]
         others = f" (and {', '.join(differences[1:])})" if differences[1:] else ""
         raise ConfigError(
-            f"{key} must be {stored.get(key)!r} as in {folder.job}, got {ours[key]!r}{others}; choose another output.dir for another result"
+            f"{key} must be {stored.get(key)!r} as in {folder.job}, got {ours[key]!r}{others}; "
+            "choose another output.dir for another result"
         )

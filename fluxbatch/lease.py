@@ -46,7 +46,7 @@ class Lease:
     def __enter__(self) -> Lease:
         self._folder.locks.mkdir(parents=True, exist_ok=True)
         self._refuse_other_world_size()
-        while not commit.publish_file(self._path, lambda file: file.write(self._content()) and None):
+        while not commit.publish_file(self._path, lambda file: file.write(self._content())):
             self._take_over_or_refuse()
         self._heart.start()
         return self
@@ -113,8 +113,10 @@ def _is_same_owner(owner: dict[str, Any] | None, record: dict[str, Any]) -> bool
 
 def _who(owner: dict[str, Any]) -> str:
     job = f", job {owner['job']}" if owner.get("job") else ""
-    return f"host {owner.get('host')}, pid {owner.get('pid')}{job}, rank {owner.get('rank')}, since {owner.get('since')}"
+    return (
+        f"host {owner.get('host')}, pid {owner.get('pid')}{job}, rank {owner.get('rank')}, since {owner.get('since')}"
+    )
 
 
 def _sentence(folder: RunFolder, owner: dict[str, Any]) -> str:
-    return f"output.dir {folder.root} belongs to a live run ({_who(owner)}); wait for it, or stop it, or choose another output.dir"
+    return f"output.dir {folder.root} belongs to a live run ({_who(owner)}); wait for it, stop it, or choose another"

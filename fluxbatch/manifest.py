@@ -452,7 +452,10 @@ class _Rows:
 
         def refuse(bad: np.ndarray, rule: str) -> None:
             self._refuse(
-                bad, name, "bad_size", lambda i: f"{name} must be {rule}, got {asked[i]}{_nearest(asked[i], multiple)}"
+                bad,
+                name,
+                "bad_size",
+                lambda i: f"{name} must be {rule}, got {asked[i]}{_nearest(int(asked[i]), multiple)}",
             )
 
         refuse(side < multiple, f">= {multiple}")

@@ -32,6 +32,7 @@ def resolve(run: RunConfig, environ: Mapping[str, str]) -> Rank:
         return Rank(int(environ["SLURM_PROCID"]), tasks, int(environ.get("SLURM_LOCALID", 0)))
     if tasks > 1:
         raise ConfigError(
-            f"run.rank must be given, or the command started with srun: SLURM_NTASKS={tasks} without a step would do 1/{tasks} of the job"
+            "run.rank must be given, or the command started with srun: "
+            f"SLURM_NTASKS={tasks} without a step would do 1/{tasks} of the job"
         )
     return Rank()

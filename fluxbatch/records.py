@@ -50,7 +50,7 @@ class Rejection:
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """Where one batch stands: `num_rows` rows from `first_row` of its plan part, launched as `size` (the rest is padding)."""
+    """`num_rows` rows from `first_row` of a plan part, launched as `size`: the rest is padding."""
 
     index: int  # unique in the whole job
     shard: int
@@ -72,7 +72,7 @@ class ShardPlan:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A planned batch with its rows; `requests[i]` sits in slot i, slots from len(requests) to plan.size are padding."""
+    """A planned batch with its rows: `requests[i]` sits in slot i, the slots behind them are padding."""
 
     plan: BatchPlan
     requests: tuple[Request, ...]
@@ -198,4 +198,3 @@ class RowCounts:
     @property
     def balanced(self) -> bool:
         return self.rows == self.written + self.failed + self.rejected + self.pending
-

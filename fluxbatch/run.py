@@ -1,4 +1,7 @@
-"""A whole job: manifest -> plan -> pipeline -> shards -> ledger -> report. The only module that knows files and tensors."""
+"""A whole job: manifest -> plan -> pipeline -> shards -> ledger -> report.
+
+The only module that knows both files and tensors. It decides the order, and leaves each step to its room.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,21 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fluxbatch import commit, config, job, ledger, ranks, report, shards
 from fluxbatch.config import JobConfig
 from fluxbatch.errors import EXIT_DONE, EXIT_ROW_ERRORS, FluxbatchError
 from fluxbatch.folder import RunFolder
-from fluxbatch.ledger import Ledger
 from fluxbatch.lease import Lease
+from fluxbatch.ledger import Ledger
 from fluxbatch.manifest import open_manifest
 from fluxbatch.metrics import GpuSampler, MetricsLog, write_prometheus
 from fluxbatch.planner import Changes, RunPlan, add_retry, prepare
 from fluxbatch.progress import Progress
 from fluxbatch.ranks import Rank
-from fluxbatch.records import Batch, CompressedBatch, RowCounts, ShardPlan
+from fluxbatch.records import Batch, CompressedBatch, RowCounts, ShardCommit, ShardPlan
 from fluxbatch.stop import Stop, seconds_left
 
 if TYPE_CHECKING:
@@ -78,18 +82,20 @@ class Share:
         for path in (self.folder.data, self.folder.failures, self.folder.batches, self.folder.root):
             commit.remove_temporaries(path)
         on_disk = shards.committed_batches(self.folder)
-        open_shards = [shard for shard in self.plan.shards() if self._is_ours_and_open(shard)]
-        return [shard for shard in open_shards if not self._settle_or_note(shard, on_disk)]
+        ours = (shard for shard in self.plan.shards() if self.rank.owns(shard.index))
+        return [shard for shard in ours if not self._is_settled(shard, on_disk)]
 
-    def _is_ours_and_open(self, shard: ShardPlan) -> bool:
-        return self.rank.owns(shard.index) and not self.ledger.complete(shard)
-
-    def _settle_or_note(self, shard: ShardPlan, on_disk: set[int]) -> bool:
-        missing = {batch.index for batch in shard.batches} - on_disk
+    def _is_settled(self, shard: ShardPlan, on_disk: set[int]) -> bool:
+        batches = {batch.index for batch in shard.batches}
+        if self.ledger.complete(shard):
+            if batches & on_disk:  # killed between the ledger line and the clearing up
+                shards.remove_batches(self.folder, shard)
+            return True
+        missing = batches - on_disk
         if not missing:
             self.settle(shard)
             return True
-        found = shards.adopt(self.folder, shard, self.plan.rows(shard), output=self.cfg.output)
+        found = self._adopt(shard)
         if found:
             log.warning("shard %d stood there without its ledger line; it is whole and was taken over", shard.index)
             self._record(shard, found)
@@ -97,12 +103,17 @@ class Share:
         self.missing[shard.index] = missing
         return False
 
+    def _adopt(self, shard: ShardPlan) -> list[ShardCommit]:
+        if not shards.stands(self.folder, shard, output=self.cfg.output):
+            return []
+        return shards.adopt(self.folder, shard, self.plan.rows(shard), output=self.cfg.output)
+
     def settle(self, shard: ShardPlan) -> None:
         """All batches of a shard are on disk: make its file, then its ledger line, then drop the batches."""
         commits = shards.compact(self.folder, shard, self.plan.rows(shard), output=self.cfg.output)
         self._record(shard, commits)
 
-    def _record(self, shard: ShardPlan, commits: list[Any]) -> None:
+    def _record(self, shard: ShardPlan, commits: list[ShardCommit]) -> None:
         self.ledger.append(self.folder, self.rank.index, commits)
         shards.remove_batches(self.folder, shard)
 
@@ -144,11 +155,14 @@ def _render(share: Share, work: list[ShardPlan], *, stop: Stop, load: LoadModel)
         Progress(cfg.telemetry, total=before.rows - before.rejected, done=before.written + before.failed) as progress,
     ):
         metrics = MetricsLog(share.folder, share.rank.index, gpu)
-        previous = time.monotonic()
+        previous = told = time.monotonic()
         for done in finished:
             share.commit(done)
             now = time.monotonic()
             progress.update(metrics.record(done, wall_s=now - previous))
+            if now - told >= cfg.telemetry.interval_s:
+                _tell_prometheus(share.folder, cfg)
+                told = now
             previous = now
             budget.spend(done)
 
@@ -222,9 +236,13 @@ def _finish(share: Share, description: dict[str, Any], changes: Changes) -> RowC
         _drop_empty(share.folder)
         report.write_report(share.folder, job=description)
         commit.replace_file(share.folder.success, b"")
-    if share.cfg.telemetry.prometheus_textfile:
-        write_prometheus(share.cfg.telemetry.prometheus_textfile, report.status(share.folder))
+    _tell_prometheus(share.folder, share.cfg)
     return counts
+
+
+def _tell_prometheus(folder: RunFolder, cfg: JobConfig) -> None:
+    if cfg.telemetry.prometheus_textfile:
+        write_prometheus(Path(cfg.telemetry.prometheus_textfile), report.status(folder))
 
 
 def _drop_empty(folder: RunFolder) -> None:

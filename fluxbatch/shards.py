@@ -274,6 +274,11 @@ def _describe(
     )
 
 
+def stands(folder: RunFolder, shard: ShardPlan, *, output: OutputConfig) -> bool:
+    """Whether a file of this shard is in the folder, whatever its ledger says."""
+    return folder.failed_shard(shard.index).exists() or _data_file(folder, shard, output).exists()
+
+
 def adopt(folder: RunFolder, shard: ShardPlan, rows: pa.Table, *, output: OutputConfig) -> list[ShardCommit]:
     """The commits of a shard that stands whole in the folder: its ledger line is lost, or another copy has made it.
 

@@ -80,7 +80,7 @@ def _exit_now(message: str) -> None:
 
 
 def seconds_left(deadline: str | None, environ: Mapping[str, str]) -> float | None:
-    """Seconds until `run.deadline` (ISO 8601 with a zone, or +SECONDS), else until Slurm's end of the job, else None."""
+    """Seconds until `run.deadline` (ISO 8601 with a zone, or +SECONDS), else until Slurm's end of the job, if any."""
     if deadline is None:
         end = environ.get("SLURM_JOB_END_TIME", "")
         return float(end) - time.time() if end.isdigit() else None
@@ -91,5 +91,7 @@ def seconds_left(deadline: str | None, environ: Mapping[str, str]) -> float | No
     except ValueError:
         moment = None
     if moment is None or moment.tzinfo is None:
-        raise ConfigError(f"run.deadline must be +SECONDS or a time with its zone (2026-01-31T06:00:00+00:00), got {deadline!r}")
+        raise ConfigError(
+            f"run.deadline must be +SECONDS or a time with its zone (2026-01-31T06:00:00+00:00), got {deadline!r}"
+        )
     return (moment - datetime.now(UTC)).total_seconds()

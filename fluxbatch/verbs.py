@@ -66,13 +66,18 @@ def _plan_words(answer: dict[str, Any], cfg: JobConfig) -> str:
     lines += [f"    row {example['row']}: {example['message']}" for example in answer["rejected_examples"]]
     lines += [f"buckets: {len(answer['buckets'])}"]
     lines += [
-        f"  {bucket['name']}: {bucket['rows']:,} rows in batches of {bucket['batch_size']}" for bucket in answer["buckets"]
+        f"  {bucket['name']}: {bucket['rows']:,} rows in batches of {bucket['batch_size']}"
+        for bucket in answer["buckets"]
     ]
     lines += [f"batches: {answer['batches']:,} ({answer['padded']:,} padded places)", f"shards: {answer['shards']:,}"]
-    lines += [f"bytes: about {_human_bytes(answer['image_bytes'])} of images (a rule of thumb for {cfg.output.image_format})"]
+    lines += [
+        f"bytes: about {_human_bytes(answer['image_bytes'])} of images (a rule of thumb for {cfg.output.image_format})"
+    ]
     if answer["hours"] is not None:
         cost = estimate.COSTS[cfg.model.name]
-        lines += [f"hours: about {answer['hours']:.2g} on {cost.hardware} (a FLOP model at {cost.tflop_per_s:g} TFLOP/s)"]
+        lines += [
+            f"hours: about {answer['hours']:.2g} on {cost.hardware} (a FLOP model at {cost.tflop_per_s:g} TFLOP/s)"
+        ]
     return "\n".join([*lines, f"output: {answer['output_dir']}"])
 
 

@@ -32,8 +32,17 @@ def manifest(path: Path, rows: list[dict[str, Any]]) -> str:
     return f"manifest.path={path}"
 
 
-SMALL = ("sampler.height=64", "sampler.width=64", "sampler.num_inference_steps=2", "plan.batch_size=2", "plan.shard_size=4")
-ROWS = [{"id": f"r{n}", "prompt": f"a {colour} circle"} for n, colour in enumerate(["red", "blue", "green", "black", "pink"])]
+SMALL = (
+    "sampler.height=64",
+    "sampler.width=64",
+    "sampler.num_inference_steps=2",
+    "plan.batch_size=2",
+    "plan.shard_size=4",
+)
+ROWS = [
+    {"id": f"r{n}", "prompt": f"a {colour} circle"}
+    for n, colour in enumerate(["red", "blue", "green", "black", "pink"])
+]
 
 
 def test_a_typo_and_an_impossible_size_are_one_sentence_and_exit_2() -> None:
@@ -122,7 +131,9 @@ def test_killed_and_started_again_the_embedded_model_writes_the_same_bytes(tmp_p
     path = manifest(tmp_path / "m.parquet", ROWS)
     assert fluxbatch(path, f"output.dir={tmp_path}/whole", *SMALL).returncode == 0
     process = subprocess.Popen(
-        [sys.executable, "-m", "fluxbatch", path, f"output.dir={tmp_path}/run", *SMALL], cwd=ROOT, stderr=subprocess.PIPE
+        [sys.executable, "-m", "fluxbatch", path, f"output.dir={tmp_path}/run", *SMALL],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
     )
     until = time.monotonic() + 120
     while not list((tmp_path / "run").glob("batches/batch-*")) and time.monotonic() < until and process.poll() is None:

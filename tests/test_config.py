@@ -70,7 +70,7 @@ def test_a_wrong_setting_is_one_sentence_with_key_rule_and_value(override: str, 
 
 
 def test_rank_outside_the_world_is_refused() -> None:
-    with pytest.raises(ConfigError, match="run.rank must be from 0 to"):
+    with pytest.raises(ConfigError, match=r"run\.rank must be from 0 to"):
         composed("run.rank=2", "run.world_size=2")
 
 
@@ -147,7 +147,7 @@ def test_deadlines_and_slurms_end_time() -> None:
     assert stop.seconds_left("2000-01-01T00:00:00+00:00", {}) < 0  # type: ignore[operator]
     assert stop.seconds_left(None, {"SLURM_JOB_END_TIME": "1000"}) < 0  # type: ignore[operator]
     for wrong in ("tomorrow", "2026-01-31T06:00:00"):
-        with pytest.raises(ConfigError, match="run.deadline must be"):
+        with pytest.raises(ConfigError, match=r"run\.deadline must be"):
             stop.seconds_left(wrong, {})
 
 

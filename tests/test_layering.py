@@ -85,7 +85,7 @@ def test_plan_and_cfg_work_without_torch(tmp_path: Path) -> None:
         "import sys; sys.modules['torch'] = sys.modules['diffusers'] = sys.modules['transformers'] = None;"
         "from fluxbatch.__main__ import main; main()"
     )
-    for arguments in (["plan", "job=demo"], ["job=demo", "--cfg", "job"]):
+    for arguments in (["plan", "job=demo"], ["--cfg", "job", "job=demo"]):
         done = subprocess.run(
             [sys.executable, "-c", code, *arguments, f"output.dir={tmp_path}/run"],
             cwd=PACKAGE.parent,

@@ -46,6 +46,8 @@ def test_br12_only_the_prompt_that_t5_cannot_hold_is_truncated_and_nobody_warns(
 ) -> None:
     model = flux1_model(max_sequence_length=512)
     prompts = ["red " * (num_tokens - 1) for num_tokens in (5, 76, 300, 900)]  # a word each, and the end
+    caplog.clear()
+    capfd.readouterr()
     tokens = model.tokenize(prompts)
     assert tokens.truncated == (False, False, False, True)
     assert caplog.records == []
@@ -85,7 +87,7 @@ def test_br14_an_embedding_does_not_depend_on_its_batch_mates(make: Callable[...
 def test_random_tokenizer_gives_the_same_ids_in_every_process() -> None:
     tokenizer = RandomTokenizer(vocab_size=1000, eos_token_id=1, pad_token_id=0, model_max_length=6)
     encoded = tokenizer(["a red circle", "a " * 9], max_length=6)
-    assert encoded.input_ids.tolist() == [[757, 890, 310, 1, 0, 0], [757, 757, 757, 757, 757, 1]]
+    assert encoded.input_ids.tolist() == [[53, 677, 343, 1, 0, 0], [53, 53, 53, 53, 53, 1]]
     assert encoded.attention_mask.tolist() == [[1, 1, 1, 1, 0, 0], [1] * 6]
     assert [bool(encoding.overflowing) for encoding in encoded.encodings] == [False, True]
 
@@ -134,7 +136,7 @@ def test_br13_on_a_gpu_wider_is_bfloat16_where_it_has_that(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *, including_emulation: has_bfloat16)
     placement = loading.place(model_config(dtype="float16", device="auto"))
-    assert placement.device.type == "cuda"
+    assert placement.device == torch.device("cuda:0")
     assert (placement.text_encoder_dtype, placement.vae_dtype) == (wide, wide)
 
 
@@ -324,9 +326,10 @@ def test_klein_base_and_distilled_weights_are_not_confused(klein_folder: Path) -
 def small_full_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """The built-in settings, a few layers deep and narrow."""
     small = {"num_layers": 1, "num_single_layers": 2, "num_attention_heads": 2, "joint_attention_dim": 64}
+    clip = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     narrow = {"block_out_channels": (32, 32, 32, 32), "layers_per_block": 1}
     dev = flux1.RANDOM["flux1_dev"]
-    flux1_small = {**dev, "transformer": {**dev["transformer"], **small}}
+    flux1_small = {**dev, "transformer": {**dev["transformer"], **small, "pooled_projection_dim": 64}}
     klein = flux2.RANDOM["flux2_klein_4b"]
     klein_small = {
         "transformer": {**klein["transformer"], **small, "joint_attention_dim": 3 * 64},
@@ -334,10 +337,8 @@ def small_full_size(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     monkeypatch.setitem(flux1.RANDOM, "flux1_dev", flux1_small)
     monkeypatch.setitem(flux2.RANDOM, "flux2_klein_4b", klein_small)
-    monkeypatch.setitem(flux1.T5_XXL, "d_model", 64)
-    monkeypatch.setitem(flux1.T5_XXL, "d_ff", 64)
-    monkeypatch.setitem(flux1.T5_XXL, "num_layers", 2)
-    monkeypatch.setitem(flux1.CLIP_L, "num_hidden_layers", 1)
+    monkeypatch.setattr(flux1, "CLIP_L", {**flux1.CLIP_L, **clip})
+    monkeypatch.setattr(flux1, "T5_XXL", {**flux1.T5_XXL, "d_model": 64, "d_ff": 64, "num_layers": 2, "num_heads": 2})
     monkeypatch.setattr(flux1, "VAE", {**flux1.VAE, **narrow})
     monkeypatch.setattr(flux2, "AutoencoderKLFlux2", lambda: type_of_vae(**narrow))
 
@@ -372,9 +373,8 @@ def billions(build: Callable[[], torch.nn.Module]) -> float:
 
 
 def test_random_weights_have_the_sizes_of_the_real_models() -> None:
-    dev, schnell = (flux1.RANDOM[name]["transformer"] for name in ("flux1_dev", "flux1_schnell"))
+    dev = flux1.RANDOM["flux1_dev"]["transformer"]
     assert billions(lambda: FluxTransformer2DModel(**dev)) == 11.901
-    assert billions(lambda: FluxTransformer2DModel(**schnell)) == 11.891
     assert billions(lambda: CLIPTextModel(CLIPTextConfig(**flux1.CLIP_L))) == 0.123
     assert billions(lambda: T5EncoderModel(T5Config(**flux1.T5_XXL))) == 4.762
     assert billions(lambda: flux1.AutoencoderKL(**flux1.VAE)) == 0.084

@@ -31,7 +31,13 @@ SETTINGS = ("plan.batch_size=4", "plan.shard_size=10", "sampler.num_inference_st
 
 def rows(count: int) -> list[dict[str, Any]]:
     return [
-        {"id": f"row {n}/é", "prompt": f"prompt {n}", "height": SHAPES[n % 3][0], "width": SHAPES[n % 3][1], "price": n / 4}
+        {
+            "id": f"row {n}/é",
+            "prompt": f"prompt {n}",
+            "height": SHAPES[n % 3][0],
+            "width": SHAPES[n % 3][1],
+            "price": n / 4,
+        }
         for n in range(count)
     ]
 
@@ -74,7 +80,9 @@ def data_files(folder: Path) -> dict[str, str]:
 
 
 def ids_written(folder: Path) -> list[str]:
-    return [name for path in sorted((folder / "data").glob("*.parquet")) for name in pq.read_table(path)["id"].to_pylist()]
+    return [
+        name for path in sorted((folder / "data").glob("*.parquet")) for name in pq.read_table(path)["id"].to_pylist()
+    ]
 
 
 def sound(folder: Path) -> RowCounts:
@@ -142,8 +150,7 @@ def killed_then_resumed(tmp_path: Path, output: str, steps: list[str], out: str 
     assert command(overrides).returncode == 0
     assert data_files(tmp_path / out) == data_files(tmp_path / "whole")
     sound(tmp_path / out)
-    leftovers = [path for path in (tmp_path / out).rglob(".tmp-*")]
-    assert leftovers == []
+    assert list((tmp_path / out).rglob(".tmp-*")) == []
 
 
 def test_kill_before_the_ledger_line_takes_the_shard_over_without_drawing_it_again(tmp_path: Path) -> None:
@@ -169,7 +176,9 @@ def test_br38_interrupted_three_times_95_rows_stand_in_ten_shards_none_touched_t
         committed = {commit.file: commit.sha256 for commits in ledger.commits.values() for commit in commits}
         assert seen.items() <= committed.items()
         seen = committed
-    assert sorted(path.name for path in (tmp_path / "run" / "data").iterdir()) == [f"shard-{n:05d}.parquet" for n in range(10)]
+    assert sorted(path.name for path in (tmp_path / "run" / "data").iterdir()) == [
+        f"shard-{n:05d}.parquet" for n in range(10)
+    ]
     assert len(ids_written(tmp_path / "run")) == 95
     sound(tmp_path / "run")
 
@@ -403,7 +412,9 @@ def test_rejected_rows_stop_nothing_and_give_4(tmp_path: Path) -> None:
 
 
 def test_an_empty_manifest_is_a_finished_job(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"id": pa.array([], pa.string()), "prompt": pa.array([], pa.string())}), tmp_path / "m.parquet")
+    pq.write_table(
+        pa.table({"id": pa.array([], pa.string()), "prompt": pa.array([], pa.string())}), tmp_path / "m.parquet"
+    )
     counts, code = do(settings(tmp_path))
     assert (counts.rows, code) == (0, 0)
     assert (tmp_path / "run" / "_SUCCESS").exists()

@@ -91,7 +91,9 @@ def clip() -> CLIPTextModel:
             intermediate_size=37,
             num_hidden_layers=2,
             num_attention_heads=4,
+            bos_token_id=1159,
             eos_token_id=1160,
+            pad_token_id=1160,
         )
     )
 

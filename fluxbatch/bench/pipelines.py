@@ -57,8 +57,15 @@ def run_mode(mode: str, model: Model, cfg: JobConfig, batches: list[Batch]) -> t
     wall_s = time.perf_counter() - began
     images = sum(done.num_ok for done in finished)
     medians = {stage: round(statistics.median(getattr(d.times, stage) for d in finished), 2) for stage in STAGES}
-    waits = {name: round(sum(d.times.wait_ms.get(name, 0.0) for d in finished), 1) for name in finished[0].times.wait_ms}
-    figures = {"mode": mode, "images": images, "wall_s": round(wall_s, 3), "s_per_image": round(wall_s / max(1, images), 4)}
+    waits = {
+        name: round(sum(d.times.wait_ms.get(name, 0.0) for d in finished), 1) for name in finished[0].times.wait_ms
+    }
+    figures = {
+        "mode": mode,
+        "images": images,
+        "wall_s": round(wall_s, 3),
+        "s_per_image": round(wall_s / max(1, images), 4),
+    }
     return {**figures, "median": medians, "wait_ms": waits}, digests
 
 
@@ -67,22 +74,31 @@ def _pipeline(mode: str, model: Model, cfg: JobConfig, batches: list[Batch]) -> 
     return run_pipeline(iter(batches), model, pipeline=pipeline, model_cfg=cfg.model, output=cfg.output)
 
 
+def _bucket(size: str, steps: int) -> Bucket:
+    height, width = map(int, size.split("x"))
+    return Bucket(height, width, steps)
+
+
 def measure(cfg: JobConfig, options: argparse.Namespace) -> int:
     check(cfg)
     began = time.perf_counter()
     model = load_model(cfg.model, true_cfg_scale=cfg.sampler.true_cfg_scale)
     load_s = time.perf_counter() - began
-    buckets = [Bucket(*map(int, size.split("x")), options.steps) for size in options.sizes]
+    buckets = [_bucket(size, options.steps) for size in options.sizes]
     guidance = cfg.sampler.guidance_scale
     batches = list(make_batches(buckets, rows=options.rows, batch_size=options.batch_size, guidance_scale=guidance))
     began = time.perf_counter()
     warm = [next(batch for batch in batches if batch.bucket == bucket) for bucket in buckets]
     list(_pipeline("serial", model, cfg, warm))
     warm_s = time.perf_counter() - began
-    results = [run_mode(mode, model, cfg, batches) for mode in ("serial", "double_buffered", "double_buffered", "serial")]
+    results = [
+        run_mode(mode, model, cfg, batches) for mode in ("serial", "double_buffered", "double_buffered", "serial")
+    ]
     equal = all(digests == results[0][1] for _, digests in results)
     for figures, _ in results:
-        print(f"{figures['mode']:16} {figures['wall_s']:8.2f} s {figures['s_per_image']:8.4f} s/image  {figures['median']}")
+        print(
+            f"{figures['mode']:16} {figures['wall_s']:8.2f} s {figures['s_per_image']:8.4f} s/image {figures['median']}"
+        )
     summary = {
         "bench": "pipelines", "model": cfg.model.name, "sizes": options.sizes, "steps": options.steps,
         "batch_size": options.batch_size, "rows_per_size": options.rows, "load_s": round(load_s, 1),

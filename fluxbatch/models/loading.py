@@ -99,12 +99,13 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _device(name: str) -> torch.device:
+    """With its index: the libraries that load onto it want one."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device("cuda:0" if name == "cuda" else name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"model.device={name} needs a CUDA device, and torch {torch.__version__} sees none here")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    if device.index is not None and device.index >= torch.cuda.device_count():
         raise ConfigError(f"model.device={name} must be below cuda:{torch.cuda.device_count()}, the devices seen here")
     return device
 

@@ -80,7 +80,7 @@ class Captions:
 
 def write_captions(workers: Pool, num: int, *, seed: int, index: Index, folder: Path) -> Captions:
     jobs = [(seed * 1_000_003 + chunk, min(CHUNK, num), index, folder) for chunk in range(-(-num // CHUNK))]
-    columns = zip(*workers.imap_unordered(_write_chunk, jobs), strict=True)
+    columns = zip(*workers.imap(_write_chunk, jobs), strict=True)
     return Captions(*(torch.from_numpy(np.concatenate(column)[:num]) for column in columns))
 
 

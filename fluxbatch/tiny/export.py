@@ -215,7 +215,10 @@ def table(report: Report) -> str:
     """The headline of every kind, a line a setting."""
     kinds = [kind for kind in next(iter(report.values()), {}) if ":" not in kind]
     lines = [" | ".join(["setting", *kinds])]
-    lines += [" | ".join([name, *(f"{scores.get(kind, float('nan')):.3f}" for kind in kinds)]) for name, scores in report.items()]
+    lines += [
+        " | ".join([name, *(f"{scores.get(kind, float('nan')):.3f}" for kind in kinds)])
+        for name, scores in report.items()
+    ]
     return "\n".join(lines)
 
 

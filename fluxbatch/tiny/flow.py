@@ -102,7 +102,7 @@ def draw(bucket: Bucket, *, empty: tuple[Tensor, Tensor], empty_share: float) ->
     chosen = torch.randint(len(bucket.latents), (batch,), device=device)
     clean = bucket.latents[chosen].float()
     noise, sigma = torch.randn_like(clean), draw_sigma(batch, num_tokens=clean.shape[1], device=device)
-    blank = (torch.rand(batch, 1, device=device) < empty_share).expand(-1, 1)
+    blank = torch.rand(batch, 1, device=device) < empty_share
     clip_ids = torch.where(blank, empty[0], bucket.clip_ids[chosen].long())
     t5_ids = torch.where(blank, empty[1], pad_t5(bucket.t5_ids[chosen]))
     level = sigma[:, None, None]

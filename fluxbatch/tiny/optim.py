@@ -82,7 +82,7 @@ class Recorder:
         self.pool = torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        """The step as one launch. It runs three times first: compilation and the optimiser's state come before capture."""
+        """The step as one launch. It runs three times first: compilation and new state precede capture."""
         if not torch.cuda.is_available():
             return step
         aside = torch.cuda.Stream()

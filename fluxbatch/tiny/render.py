@@ -200,7 +200,7 @@ def render(rows: Tensor, textures: Tensor, *, height: int, width: int) -> Tensor
 
 def _stamped(pixels: Tensor, spots: Tensor, textures: Tensor) -> Tensor:
     """One thing laid over each picture; spots (B, 7): texture, rgb, x, y, radius."""
-    batch, _, tall, broad = pixels.shape
+    tall, broad = pixels.shape[2:]
     radius = spots[:, 6:7] * min(tall, broad)
     x = ((torch.arange(broad, device=pixels.device) + 0.5)[None] - spots[:, 4:5] * broad) / radius
     y = ((torch.arange(tall, device=pixels.device) + 0.5)[None] - spots[:, 5:6] * tall) / radius

@@ -42,9 +42,41 @@ COLOR_SYNONYMS = {
 }
 SHAPES = ("circle", "square", "triangle", "star", "heart", "diamond", "hexagon", "ring", "cross", "crescent")
 CONTAINERS = ("circle", "square", "hexagon", "heart", "diamond")
-TINTABLE = tuple(
-    "cat,dog,fox,bear,rabbit,pig,frog,monkey,bird,fish,dolphin,whale,octopus,crab,turtle,butterfly,dinosaur,apple,"
-    "mushroom,tree,tulip,rose,leaf,car,bus,rocket,boat,tractor,umbrella,balloon,gift,gem,teddy bear,guitar".split(",")
+TINTABLE = (
+    "cat",
+    "dog",
+    "fox",
+    "bear",
+    "rabbit",
+    "pig",
+    "frog",
+    "monkey",
+    "bird",
+    "fish",
+    "dolphin",
+    "whale",
+    "octopus",
+    "crab",
+    "turtle",
+    "butterfly",
+    "dinosaur",
+    "apple",
+    "mushroom",
+    "tree",
+    "tulip",
+    "rose",
+    "leaf",
+    "car",
+    "bus",
+    "rocket",
+    "boat",
+    "tractor",
+    "umbrella",
+    "balloon",
+    "gift",
+    "gem",
+    "teddy bear",
+    "guitar",
 )
 UNTITLED = ((0.97, 0.97, 0.97), (0.93, 0.95, 0.98), (0.98, 0.95, 0.90), (0.92, 0.97, 0.93))  # when none is asked for
 SCENERY = {
@@ -97,8 +129,25 @@ PLURALS = {
 OPENINGS = ("a picture of ", "a drawing of ", "an image of ", "an icon of ")
 # famous pairs that stay in training whatever their checksum says
 KEPT = frozenset(
-    "red circle,blue square,green triangle,yellow star,red heart,blue circle,green circle,yellow circle,red square,"
-    "blue car,red car,green frog,purple cat,blue bird,red balloon,red apple,green tree".split(",")
+    {
+        "red circle",
+        "blue square",
+        "green triangle",
+        "yellow star",
+        "red heart",
+        "blue circle",
+        "green circle",
+        "yellow circle",
+        "red square",
+        "blue car",
+        "red car",
+        "green frog",
+        "purple cat",
+        "blue bird",
+        "red balloon",
+        "red apple",
+        "green tree",
+    }
 )
 MAX_THINGS = 4
 
@@ -259,7 +308,11 @@ class Writer:
         return with_article(name) if article else name
 
     def _color_word(self, color: str) -> str:
-        return self.random.choice(COLOR_SYNONYMS[color]) if color in COLOR_SYNONYMS and self.random.random() < 0.2 else color
+        return (
+            self.random.choice(COLOR_SYNONYMS[color])
+            if color in COLOR_SYNONYMS and self.random.random() < 0.2
+            else color
+        )
 
     def _background_words(self, background: str | None) -> str:
         if background is None:
@@ -391,7 +444,9 @@ def _take_background(text: str) -> tuple[str, str | None]:
 
 
 def _read_things(text: str, *, place: str | None, background: str | None) -> Scene | None:
-    said = sorted(((phrase, name) for name, (_, ways) in RELATIONS.items() for phrase in ways), key=lambda p: -len(p[0]))
+    said = sorted(
+        ((phrase, name) for name, (_, ways) in RELATIONS.items() for phrase in ways), key=lambda p: -len(p[0])
+    )
     for phrase, relation in said:
         first, found, second = text.partition(f" {phrase} ")
         if found:

@@ -42,7 +42,7 @@ from fluxbatch.tiny.data import (
 )
 from fluxbatch.tiny.flow import Bucket, Net, distillation_loss, flow_loss, pad_t5
 from fluxbatch.tiny.optim import Optimizer, Recorder, copy_of
-from fluxbatch.tiny.render import Atlas
+from fluxbatch.tiny.render import Atlas, render
 from fluxbatch.tiny.vae import SIZES, SMOKE_SIZES, psnr, tune_decoder
 
 DISTILL_SHARE = 0.15  # of the training time
@@ -200,9 +200,7 @@ class Trainer:
         self.say(f"{state.stage}: {state.steps} steps, {state.samples / 1e6:.2f} M samples, {state.trained_s:.0f} s")
 
     def _step(self, bucket: Bucket, loss: Callable[[Bucket], Tensor], optimizer: Optimizer) -> None:
-        with torch.autocast(
-            self.device.type, torch.bfloat16, enabled=self.device.type == "cuda", cache_enabled=False
-        ):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda", cache_enabled=False):
             value = loss(bucket)
         optimizer.step(value)
         self.loss_sum.add_(value.detach())
@@ -255,7 +253,8 @@ def preview(trainer: Trainer, workers: Pool, out: Path, *, settings: tuple[ex.Se
     pipeline = ex.assemble(FOLDER, trainer.averaged(), vae)
     report = ex.examine(lambda _: pipeline, settings, workers, seconds=trainer.clock.left_s() - 8, say=trainer.say)
     (out / "scores.json").write_text(json.dumps(report, indent=1))
-    ex.save_grid(out / "grid_128.png", ex.paint(pipeline, ex.SHOWN, settings[1]), columns=8)
+    shown = ex.SHOWN[:4] if trainer.args.smoke else ex.SHOWN
+    ex.save_grid(out / "grid_128.png", ex.paint(pipeline, shown, settings[1]), columns=8)
     trainer.say("\n" + ex.table(report))
 
 
@@ -296,8 +295,6 @@ def finish(
 
 
 def vae_psnr(vae: AutoencoderKL, captions: Captions, textures: Tensor) -> float:
-    from fluxbatch.tiny.render import render
-
     return psnr(vae, render(captions.rows[-64:].to(textures.device), textures, height=128, width=128))
 
 
@@ -355,7 +352,7 @@ def main() -> None:
     num = sum(share.num_samples for share in shares)
     captions = write_captions(workers, num, seed=1 + state.steps, index=atlas.index, folder=FOLDER)
     say(f"{num} captions written")
-    _tune_backends()
+    _tune_backends(seed=state.steps)
     load_compiled(args.checkpoint, say)
     trainer = Trainer(args, state, clock=clock, say=say)
     trainer.fill(shares, captions, atlas.textures.to(trainer.device))
@@ -380,8 +377,8 @@ def _smoke_previews() -> tuple[ex.Setting, ...]:
     return tuple(ex.Setting(64, 64, 2, 1.0, true_cfg_scale=scale, num_prompts=1) for scale in (1.0, 2.0))
 
 
-def _tune_backends() -> None:
-    torch.manual_seed(0)
+def _tune_backends(*, seed: int) -> None:
+    torch.manual_seed(seed)
     # cuDNN's attention backward fails at head_dim 32 on sm_90 (torch 2.11).
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.set_float32_matmul_precision("high")

@@ -1,6 +1,5 @@
 """Sharpens the decoder of the VAE. The encoder stays, so that latents, and all that was learned on them, stay valid."""
 
-import copy
 import time
 from collections.abc import Callable
 
@@ -38,8 +37,7 @@ class Pictures:
         parts = [render(part, textures, height=height, width=width) for part in rows.split(64)]
         self.pixels = torch.cat([(part * 255).round().byte() for part in parts])
         with torch.no_grad():
-            encoder = copy.deepcopy(vae)
-            self.latents = torch.cat([encode_pixels(encoder, part) for part in parts])
+            self.latents = torch.cat([encode_pixels(vae, part) for part in parts])
 
 
 def tune_decoder(
