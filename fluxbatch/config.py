@@ -59,6 +59,7 @@ class ModelConfig:
     text_encoder_dtype: str | None = None  # None: model.dtype, but bfloat16 where that is float16
     vae_dtype: str | None = None  # the same rule
     device: str = "auto"
+    cpu_threads: int = 1  # inside an operator, on a CPU; decides bits, so it does not follow the machine
     quantization: str = "none"
     compile: str = "off"  # or regional
     guidance: str = MISSING  # embedded, classifier_free or none
@@ -193,6 +194,7 @@ RULES: tuple[Rule, ...] = (
     ("model.vae_dtype", _dtype_or_null, f"must be null or one of {', '.join(DTYPES)}"),
     ("model.vae_dtype", lambda v: v != "float16", "must not be float16: the VAE overflows in it and draws black"),
     ("model.device", lambda v: bool(re.fullmatch(r"auto|cpu|cuda(:\d+)?", v)), "must be auto, cpu, cuda or cuda:N"),
+    ("model.cpu_threads", *_at_least(1)),
     ("model.quantization", *_one_of("none")),
     ("model.compile", *_one_of("off", "regional")),
     ("model.guidance", *_one_of(*GUIDANCE)),
@@ -304,8 +306,8 @@ def row_rules(cfg: JobConfig) -> RowRules:
 
 OUTPUT_AFFECTING = (
     "model.name", "model.path", "model.revision", "model.random_weights", "model.dtype", "model.text_encoder_dtype",
-    "model.vae_dtype", "model.quantization", "model.compile", "model.guidance", "model.max_sequence_length",
-    "model.encode_batch_size", "sampler.true_cfg_scale", "output.kind", "output.image_format", "output.quality",
+    "model.vae_dtype", "model.quantization", "model.cpu_threads", "model.compile", "model.guidance",
+    "model.max_sequence_length", "model.encode_batch_size", "sampler.true_cfg_scale", "output.kind", "output.image_format", "output.quality",
     "output.png_level", "output.embed_parameters",
 )  # fmt: skip
 

@@ -85,6 +85,10 @@ class Source:
     num_rows: int
     batches: Callable[[list[str]], Iterator[pa.RecordBatch]]
 
+    @property
+    def name(self) -> str:
+        return PurePath(self.path).name
+
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
@@ -94,6 +98,7 @@ class Manifest:
     """
 
     sources: tuple[Source, ...]
+    starts: tuple[int, ...]  # the first row of each source, and after them the number of rows
     columns: dict[str, str]  # our name: the manifest's
     extra_schema: pa.Schema
     digest: str
@@ -104,7 +109,7 @@ class Manifest:
 
     @property
     def num_rows(self) -> int:
-        return sum(source.num_rows for source in self.sources)
+        return self.starts[-1]
 
     @property
     def has_ids(self) -> bool:
@@ -112,25 +117,22 @@ class Manifest:
 
     def locate(self, row: int) -> str:
         """`row 12 (b.parquet, row 2)`: a row of the whole manifest in words."""
-        starts = list(accumulate((source.num_rows for source in self.sources), initial=0))
-        at = bisect_right(starts, row, hi=len(self.sources)) - 1
-        return f"row {row} ({PurePath(self.sources[at].path).name}, row {row - starts[at]})"
+        at = bisect_right(self.starts, row, hi=len(self.sources)) - 1
+        return f"row {row} ({self.sources[at].name}, row {row - self.starts[at]})"
 
     def chunks(self, rules: RowRules, *, hashed: bool = True) -> Iterator[ManifestChunk]:
         """Check all rows against `rules`.
 
-        Without `hashed` the accepted rows have no fingerprint and no derived seed: enough for counting, twice as fast.
+        Without `hashed` the accepted rows have no fingerprint and no derived seed: enough for counting, three times as
+        fast.
         """
-        first_row = 0
-        for source in self.sources:
-            first_row_of_source = first_row
+        for source, first_row in zip(self.sources, self.starts, strict=False):
+            offset = 0
             for batch in self._read(source):
-                rows = _Rows(
-                    batch, self, first_row=first_row, label=_label(source), offset=first_row - first_row_of_source
-                )
+                rows = _Rows(batch, self, first_row=first_row + offset, label=source.name, offset=offset)
                 accepted, rejected = rows.check(rules)
                 yield ManifestChunk(_hashed(accepted, rules) if hashed else accepted, rejected)
-                first_row += batch.num_rows
+                offset += batch.num_rows
 
     def _read(self, source: Source) -> Iterator[pa.RecordBatch]:
         wanted = {*self.columns.values(), *self.extra_schema.names}
@@ -158,6 +160,7 @@ def open_manifest(cfg: ManifestConfig) -> Manifest:
         _check_columns(source, columns)
     return Manifest(
         sources=sources,
+        starts=tuple(accumulate((source.num_rows for source in sources), initial=0)),
         columns=columns,
         extra_schema=_extra_schema(sources, ours=set(columns.values()), dropped=set(cfg.drop_columns)),
         digest=_digest(sources, columns, cfg.drop_columns),
@@ -272,10 +275,6 @@ def _dataset(path: str, dataset: datasets.Dataset | datasets.DatasetDict) -> Sou
 def _natural(path: str) -> list[tuple[bool, int, str]]:
     """Sorts `part-2` before `part-10`."""
     return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", path)]
-
-
-def _label(source: Source) -> str:
-    return PurePath(source.path).name
 
 
 def _digest(sources: Sequence[Source], columns: dict[str, str], dropped: Sequence[str]) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,7 +27,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from fluxbatch import commit
-from fluxbatch.config import JobConfig, ManifestConfig
+from fluxbatch.config import JobConfig, ManifestConfig, PlanConfig
 from fluxbatch.errors import FluxbatchError, ManifestError
 from fluxbatch.folder import RunFolder
 from fluxbatch.manifest import SEED, Manifest
@@ -231,15 +231,15 @@ def prepare(folder: RunFolder, manifest: Manifest, rules: RowRules, cfg: JobConf
             refused.add(chunk.rejected)
             spool.add_chunk(chunk.accepted)
         refused.add(keys.drop_duplicates(manifest, cfg.manifest))
-        deleted = _drop_planned(keys, plan, manifest, identity, cfg) if plan else 0
-        added, ours = _publish_rows(folder, plan, keys, spool, manifest, identity, cfg)
+        deleted = _drop_planned(keys, plan, manifest, rules, cfg) if plan else 0
+        part = _next_part(keys.counts(), plan, cfg.plan)
+        ours = _publish_rows(folder, part, keys, spool, _plan_schema(manifest, keys, plan), identity)
     if not ours:  # another process has planned another state of the manifest meanwhile
         return prepare(folder, manifest, rules, cfg)
     # After the plan: a crash in between costs a second comparison, the other order could lose the rows added.
     commit.replace_file(folder.rejected, refused.close())
-    planned = RunPlan.open(folder)
-    assert planned is not None
-    return planned, Changes(added=added, deleted=deleted, rejected=planned.num_rejected, unchanged=False)
+    planned = _reopened(folder)
+    return planned, Changes(added=part.num_rows, deleted=deleted, rejected=planned.num_rejected, unchanged=False)
 
 
 def add_retry(folder: RunFolder, plan: RunPlan, failed: Mapping[int, set[str]]) -> RunPlan:
@@ -253,10 +253,17 @@ def add_retry(folder: RunFolder, plan: RunPlan, failed: Mapping[int, set[str]]) 
             return plan
         part = plan_retry(counts, plan.parts)
         footer = {**plan.files[-1].footer, "part": part.to_json()}
-        _publish_part(folder, part, (rows for run in part.runs for rows in spool.rows(run.bucket)), plan.schema, footer)
-    planned = RunPlan.open(folder)
-    assert planned is not None
+        ours = _publish_part(folder, part, spool.rows(part), plan.schema, footer)
+    planned = _reopened(folder)
+    if not ours and planned.parts[part.index].kind != "retry":  # another process has added rows meanwhile
+        return add_retry(folder, planned, failed)
     return planned
+
+
+def _reopened(folder: RunFolder) -> RunPlan:
+    plan = RunPlan.open(folder)
+    assert plan is not None, "published just now"
+    return plan
 
 
 def _failed_rows(plan: RunPlan, failed: Mapping[int, set[str]]) -> Iterator[tuple[Bucket, pa.Table]]:
@@ -273,29 +280,21 @@ def _failed_rows(plan: RunPlan, failed: Mapping[int, set[str]]) -> Iterator[tupl
             first += num_rows
 
 
-def _drop_planned(keys: _Keys, plan: RunPlan, manifest: Manifest, identity: dict[str, Any], cfg: JobConfig) -> int:
+def _drop_planned(keys: _Keys, plan: RunPlan, manifest: Manifest, rules: RowRules, cfg: JobConfig) -> int:
     """Leave only rows that the plan has not; returns how many of the plan's are gone from the manifest."""
     keys.add_planned(plan)
     edited, examples = keys.edited()
-    if edited:
-        raise ManifestError(_edited_message(edited, examples, plan, manifest, identity, cfg))
-    return keys.drop_planned()
-
-
-def _edited_message(
-    edited: int, examples: list[str], plan: RunPlan, manifest: Manifest, identity: dict[str, Any], cfg: JobConfig
-) -> str:
-    ids = ", ".join(_quoted(row_id) for row_id in examples)
+    if not edited:
+        return keys.drop_planned()
+    ids = ", ".join(map(_quoted, examples))
     message = f"{edited} planned row(s) were edited since, id {ids}; give them new ids or another output.dir"
-    before, now = plan.files[-1].footer["rules"], identity["rules"]
-    changed = [
-        f"{_key(name, cfg)} was {before.get(name)}, is {now[name]}" for name in now if before.get(name) != now[name]
-    ]
+    before, now = plan.files[-1].footer["rules"], asdict(rules)
+    changed = [f"{_key(name, cfg)} was {before[name]}, is {now[name]}" for name in now if before[name] != now[name]]
     if changed:
         message += f"; settings that rows take their values from have changed: {', '.join(changed)}"
     if not manifest.has_ids:
         message += "; without an id column a row is known by its place only"
-    return message
+    raise ManifestError(message)
 
 
 def _key(name: str, cfg: JobConfig) -> str:
@@ -311,36 +310,26 @@ def _quoted(row_id: str) -> str:
 # Writing plan files.
 
 
+def _next_part(counts: Mapping[Bucket, int], plan: RunPlan | None, cfg: PlanConfig) -> PlanPart:
+    if plan is None:
+        return plan_part(counts, plan=cfg)
+    last = plan.parts[-1]
+    shard, batch = last.first_shard + last.num_shards, last.first_batch + last.num_batches
+    return plan_part(counts, plan=cfg, index=last.index + 1, first_shard=shard, first_batch=batch)
+
+
 def _publish_rows(
-    folder: RunFolder,
-    plan: RunPlan | None,
-    keys: _Keys,
-    spool: _Spool,
-    manifest: Manifest,
-    identity: dict[str, Any],
-    cfg: JobConfig,
-) -> tuple[int, bool]:
-    """Write the rows left in `keys` as the next plan file. Returns their number, and whether it is of our manifest."""
-    counts = keys.counts()
-    if plan is not None and not counts:
-        return 0, True
-    last = plan.parts[-1] if plan else None
-    part = plan_part(
-        counts,
-        plan=cfg.plan,
-        index=last.index + 1 if last else 0,
-        first_shard=last.first_shard + last.num_shards if last else 0,
-        first_batch=last.first_batch + last.num_batches if last else 0,
-    )
-    seed_type = _seed_type(keys, plan)
-    schema = plan.schema if plan else _plan_schema(manifest, seed_type)
-    footer = {"part": part.to_json(), **identity, "seed_type": str(seed_type)}
+    folder: RunFolder, part: PlanPart, keys: _Keys, spool: _Spool, schema: pa.Schema, identity: dict[str, Any]
+) -> bool:
+    """Write the rows left in `keys` as this part; False when the part that stands there is of another manifest."""
+    if part.index and not part.num_rows:
+        return True
+    footer = {"part": part.to_json(), **identity, "seed_type": str(schema.field("seed").type)}
     kept = keys.rows() if part.num_rows < spool.num_rows else None
-    rows = (rows for run in part.runs for rows in spool.rows(run.bucket, kept))
-    if _publish_part(folder, part, rows, schema, footer):
-        return part.num_rows, True
+    if _publish_part(folder, part, spool.rows(part, kept), schema, footer):
+        return True
     _, theirs = _read_footer(folder.plan(part.index))
-    return part.num_rows, {name: theirs.get(name) for name in identity} == identity
+    return {name: theirs.get(name) for name in identity} == identity
 
 
 def _publish_part(
@@ -387,7 +376,7 @@ def _placed(rows: pa.Table, part: PlanPart, first_row: int, schema: pa.Schema) -
 
 
 def _fitting_extra(extra: pa.ChunkedArray | None, num_rows: int, schema: pa.Schema) -> pa.ChunkedArray:
-    """Added rows keep to the columns of the first plan, for all shards have one schema."""
+    """Added rows keep to the columns of the first plan."""
     known = schema.field("extra").type if "extra" in schema.names else pa.struct([])
     if extra is None:
         return pa.nulls(num_rows, known)
@@ -403,7 +392,11 @@ def _fitting_extra(extra: pa.ChunkedArray | None, num_rows: int, schema: pa.Sche
         ) from error
 
 
-def _plan_schema(manifest: Manifest, seed_type: pa.DataType) -> pa.Schema:
+def _plan_schema(manifest: Manifest, keys: _Keys, plan: RunPlan | None) -> pa.Schema:
+    """That of the first plan, for all shards have one schema."""
+    seed_type = _seed_type(*keys.seed_range(), kinds=[str(plan.seed_type)] if plan else list(SEED_TYPES))
+    if plan is not None:
+        return plan.schema
     extra = {"extra": pa.struct(list(manifest.extra_schema))} if len(manifest.extra_schema) else {}
     return pa.schema(
         {
@@ -428,15 +421,14 @@ def _plan_schema(manifest: Manifest, seed_type: pa.DataType) -> pa.Schema:
     )
 
 
-def _seed_type(keys: _Keys, plan: RunPlan | None) -> pa.DataType:
-    low, high = keys.seed_range()
-    names = [str(plan.seed_type)] if plan else list(SEED_TYPES)
-    for name in names:
-        least, most = SEED_TYPES[name]
+def _seed_type(low: int, high: int, *, kinds: list[str]) -> pa.DataType:
+    """The first of these types that holds all seeds."""
+    for kind in kinds:
+        least, most = SEED_TYPES[kind]
         if least <= low and high <= most:
-            return SEED_TYPE[name]
+            return SEED_TYPE[kind]
     raise ManifestError(
-        f"seeds of added rows must fit {names[0]}, the type that this run began with, got {low} to {high}; "
+        f"seeds of added rows must fit {kinds[0]}, the type that this run began with, got {low} to {high}; "
         "use another output.dir"
     )
 
@@ -622,12 +614,14 @@ class _Spool:
             self._num_batches += 1
         self.num_rows += rows.num_rows
 
-    def rows(self, bucket: Bucket, kept: np.ndarray | None = None) -> Iterator[pa.Table]:
-        """The rows of one bucket in the order they came; only those numbered in `kept` (ascending) if it is given."""
+    def rows(self, part: PlanPart, kept: np.ndarray | None = None) -> Iterator[pa.Table]:
+        """Bucket after bucket, each in the order it came; only rows numbered in `kept` (ascending) if it is given."""
         self._finish()
+        if not part.num_rows:
+            return
         with pa.OSFile(str(self._path)) as file:
             reader = pa.ipc.open_file(file)
-            for place in self._places[bucket]:
+            for place in chain.from_iterable(self._places[run.bucket] for run in part.runs):
                 rows = pa.Table.from_batches([reader.get_batch(place)])
                 yield rows if kept is None else rows.filter(_is_in(rows["row"].to_numpy(), kept))
 

@@ -142,6 +142,7 @@ def _render(share: Share, work: list[ShardPlan], *, stop: Stop, load: LoadModel)
     model = load(cfg, share.rank)
     stop.check()
     budget = FailureBudget(cfg.run.max_failed_fraction)
+    truncated = 0
     finished = run_pipeline(
         share.batches(work),
         model,
@@ -158,6 +159,7 @@ def _render(share: Share, work: list[ShardPlan], *, stop: Stop, load: LoadModel)
         previous = told = time.monotonic()
         for done in finished:
             share.commit(done)
+            truncated += sum(result.truncated for result in done.results)
             now = time.monotonic()
             progress.update(metrics.record(done, wall_s=now - previous))
             if now - told >= cfg.telemetry.interval_s:
@@ -165,6 +167,9 @@ def _render(share: Share, work: list[ShardPlan], *, stop: Stop, load: LoadModel)
                 told = now
             previous = now
             budget.spend(done)
+    if truncated:
+        log.warning("%d prompts were longer than model.max_sequence_length=%d and cut; their rows say truncated",
+                    truncated, cfg.model.max_sequence_length)  # fmt: skip
 
 
 @dataclass

@@ -399,6 +399,24 @@ def test_rows_can_be_added_after_a_retry(job: Job):
     assert (changes.added, plan.num_rows, [part.kind for part in plan.parts]) == (2, 8, ["rows", "retry", "rows"])
     assert plan.parts[1] == retried.parts[1]
     assert ids(plan)[-2:] == ["id-7", "id-6"]
+    job.write(rows_of(0, 2, 4, 6))
+    assert job.start()[1].deleted == 4
+
+
+def test_a_retry_that_meets_added_rows_comes_after_them(job: Job, monkeypatch):
+    job.write(rows_of(*range(6)))
+    plan, _ = job.start()
+    publish = planner.commit.publish_file
+
+    def lose_once(path, write):
+        monkeypatch.setattr(planner.commit, "publish_file", publish)
+        job.write(rows_of(*range(7)))
+        job.start()
+        return publish(path, write)
+
+    monkeypatch.setattr(planner.commit, "publish_file", lose_once)
+    retried = add_retry(job.folder, plan, {0: {"id-1"}})
+    assert [(part.kind, part.num_rows) for part in retried.parts] == [("rows", 6), ("rows", 1), ("retry", 1)]
 
 
 # Processes and temporary files.

@@ -429,3 +429,76 @@ def test_metrics_lines_are_strict_json_with_the_same_keys(tmp_path: Path) -> Non
     assert {tuple(line) for line in parsed} == {tuple(parsed[0])}
     assert sum(line["rows_ok"] for line in parsed) == 25
     assert sum(line["rows_padded"] for line in parsed) > 0
+
+
+# Rows that fail while running
+
+
+def failing(seeds: range) -> Callable[[], FakeModel]:
+    return lambda: FakeModel(nan_pixels=list(seeds))
+
+
+def seeded(count: int) -> list[dict[str, Any]]:
+    return [row | {"seed": number} for number, row in enumerate(rows(count))]
+
+
+def test_br36_failed_rows_are_neither_done_nor_pending_and_a_retry_draws_exactly_them(tmp_path: Path) -> None:
+    manifest(tmp_path / "m.parquet", seeded(100))
+    counts, code = do(settings(tmp_path), failing(range(0, 90, 3)))
+    assert (counts.written, counts.failed, counts.pending, code) == (70, 30, 0, 4)
+    before = data_files(tmp_path / "run")
+    assert do(settings(tmp_path))[0].failed == 30, "a plain rerun leaves failed rows alone"
+    assert data_files(tmp_path / "run") == before
+    drawn: list[FakeModel] = []
+
+    def sound_model() -> FakeModel:
+        drawn.append(FakeModel())
+        return drawn[-1]
+
+    counts, code = do(settings(tmp_path, "run.retry_failed=true"), sound_model)
+    assert (counts.rows, counts.written, counts.failed, code) == (100, 100, 0, 0)
+    assert before.items() <= data_files(tmp_path / "run").items()
+    written = ids_written(tmp_path / "run")
+    assert len(written) == len(set(written)) == 100
+    sound(tmp_path / "run")
+
+
+def test_a_retry_that_fails_again_counts_its_attempts_once_in_the_sum(tmp_path: Path) -> None:
+    manifest(tmp_path / "m.parquet", seeded(20))
+    do(settings(tmp_path), failing(range(5)))
+    counts, code = do(settings(tmp_path, "run.retry_failed=true"), failing(range(2)))
+    assert (counts.written, counts.failed, code) == (18, 2, 4)
+    sound(tmp_path / "run")
+
+
+def test_a_job_of_failures_only_exits_4_with_a_failed_file_and_no_empty_shard(tmp_path: Path) -> None:
+    manifest(tmp_path / "m.parquet", seeded(8))
+    counts, code = do(settings(tmp_path), failing(range(8)))
+    assert (counts.written, counts.failed, code) == (0, 8, 4)
+    assert not list((tmp_path / "run" / "data").glob("*")) if (tmp_path / "run" / "data").exists() else True
+    failed = pq.read_table(tmp_path / "run" / "failed").to_pylist()
+    assert {row["stage"] for row in failed} == {"decode"} and {row["reason"] for row in failed} == {"non_finite"}
+    sound(tmp_path / "run")
+
+
+def test_more_failures_than_allowed_stop_the_job_with_exit_1(tmp_path: Path) -> None:
+    manifest(tmp_path / "m.parquet", seeded(100))
+    with pytest.raises(FluxbatchError, match=r"run\.max_failed_fraction=0\.25"):
+        do(settings(tmp_path, "run.max_failed_fraction=0.25"), failing(range(0, 100, 2)))
+    assert do(settings(tmp_path))[0].pending == 0, "the rest is drawn when the reason is gone"
+
+
+def test_an_exception_of_the_model_ends_the_run_with_its_place_and_leaves_rows_pending(tmp_path: Path) -> None:
+    manifest(tmp_path / "m.parquet", seeded(40))
+    with pytest.raises(RuntimeError) as raised:
+        do(settings(tmp_path), lambda: FakeModel(fail_at={"decode": 3}))
+    assert any("stage decode, shard 0, batch 2" in note for note in raised.value.__notes__)
+    counts = sound(tmp_path / "run")
+    assert counts.failed == 0 and counts.pending == 40
+    assert do(settings(tmp_path))[0].written == 40
+
+
+def test_prometheus_file_tells_the_rows_by_state(tmp_path: Path) -> None:
+    manifest(tmp_path / "m.parquet", seeded(8))
+    do(settings(tmp_path, f"telemetry.prometheus_textfile={tmp_path}/flux.prom"))
+    assert 'state="written"} 8' in (tmp_path / "flux.prom").read_text()

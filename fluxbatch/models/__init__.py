@@ -89,6 +89,7 @@ def load_model(cfg: ModelConfig, *, true_cfg_scale: float) -> Model:
     from fluxbatch.models.flux2 import Flux2
 
     loading.quiet_libraries()
+    loading.fix_cpu_threads(cfg)
     if cfg.family == "flux1":
         return Flux1.load(cfg, true_cfg_scale=true_cfg_scale)
     return Flux2.load(cfg)

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from fluxbatch.config import ModelConfig, OutputConfig, PipelineConfig
-from fluxbatch.models import Model
+from fluxbatch.models import Model, PromptEmbeds
 from fluxbatch.pipeline import compress, transfer
-from fluxbatch.pipeline.decode import decode
+from fluxbatch.pipeline.decode import decode, padded
 from fluxbatch.pipeline.denoise import denoise
 from fluxbatch.pipeline.encode import PromptEncoder
 from fluxbatch.pipeline.prefetch import Prefetcher, StagedBatch, TokenizedBatch
@@ -252,8 +252,8 @@ class Launcher:
         failures: dict[int, RowFailure] = {}
         first_row = 0
         while first_row < num_rows:
-            rows = [min(row, num_rows - 1) for row in range(first_row, first_row + size)]  # padding: the last row again
-            outcome = self._attempt(tokenized.times, partial(self._launch, tokenized, noise, guidance, rows))
+            work = partial(self._launch, tokenized, noise, guidance, first_row=first_row, size=size)
+            outcome = self._attempt(tokenized.times, work)
             if isinstance(outcome, Drawn):
                 drawn.append(outcome)
                 first_row += size
@@ -272,21 +272,25 @@ class Launcher:
                     times.place, size, bucket.name, size // 2, outcome.message)  # fmt: skip
         return size // 2
 
-    def _launch(self, tokenized: TokenizedBatch, noise: Tensor, guidance: Tensor, rows: Sequence[int]) -> Drawn:
+    def _launch(
+        self, tokenized: TokenizedBatch, noise: Tensor, guidance: Tensor, *, first_row: int, size: int
+    ) -> Drawn:
+        """Draw up to `size` rows; the launch has that size in any case, padded with its last row."""
         times, bucket, device = tokenized.times, tokenized.batch.bucket, self._model.device
-        self._mark_first_of_shape(times, bucket, len(rows))
-        embeds, encode_finite = self._encoder.rows([tokenized.prompts[row] for row in rows])
+        rows = slice(first_row, first_row + size)
+        self._mark_first_of_shape(times, bucket, size)
+        embeds, encode_finite = self._embeds(tokenized.prompts[rows], size)
         negative_embeds = None
         if bucket.negative_pass:
-            negative_embeds, negative_finite = self._encoder.rows([tokenized.negatives[row] for row in rows])
+            negative_embeds, negative_finite = self._embeds(tokenized.negatives[rows], size)
             encode_finite = encode_finite & negative_finite
         with times.stage("denoise", on=device):
             latents = denoise(
                 self._model,
-                torch.stack([noise[row] for row in rows]),
+                padded(noise[rows], size),
                 embeds=embeds,
                 negative_embeds=negative_embeds,
-                guidance=torch.stack([guidance[row] for row in rows]),
+                guidance=padded(guidance[rows], size),
                 bucket=bucket,
                 before_step=self._outputs.check,
             )
@@ -295,10 +299,13 @@ class Launcher:
             pixels, decode_finite, vae_dtype = decode(
                 self._model, latents, bucket=bucket, max_pixels=self._decode_max_pixels
             )
-        num_rows = len(dict.fromkeys(rows))
+        num_rows = len(tokenized.prompts[rows])
         finite_B3 = torch.stack([encode_finite, denoise_finite, decode_finite], dim=1)
         dtypes = (next(iter(embeds.values())).dtype, latents.dtype, vae_dtype)
-        return Drawn(rows[0], pixels[:num_rows], finite_B3[:num_rows], dtypes)
+        return Drawn(first_row, pixels[:num_rows], finite_B3[:num_rows], dtypes)
+
+    def _embeds(self, texts: Sequence[str], size: int) -> tuple[PromptEmbeds, Tensor]:
+        return self._encoder.rows([*texts, *[texts[-1]] * (size - len(texts))])
 
     def _mark_first_of_shape(self, times: BatchTimes, bucket: Bucket, size: int) -> None:
         shape = (bucket.height, bucket.width, bucket.negative_pass, size)

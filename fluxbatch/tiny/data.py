@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import cache
 from multiprocessing.pool import Pool
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from diffusers import AutoencoderKL
 from torch import Tensor
 
 from fluxbatch.tiny.flow import Bucket, Rotary
@@ -21,6 +21,7 @@ from fluxbatch.tiny.scenes import Writer
 CLIP_TOKENS, T5_TOKENS = 32, 40  # longer captions of the little language do not occur
 CHUNK = 2000
 
+Vae = Any  # AutoencoderKL: diffusers' lazy imports hide its attributes from mypy
 Index = dict[tuple[str, str | None], int]
 
 
@@ -107,7 +108,7 @@ def _tokenizers(folder: Path) -> tuple:
 
 
 def fill_buckets(
-    shares: tuple[Share, ...], captions: Captions, *, vae: AutoencoderKL, textures: Tensor, rotary: dict[tuple, Rotary]
+    shares: tuple[Share, ...], captions: Captions, *, vae: Vae, textures: Tensor, rotary: dict[tuple, Rotary]
 ) -> Iterator[Bucket]:
     """Renders and encodes each size's own part of the captions."""
     start = 0
@@ -120,7 +121,7 @@ def fill_buckets(
 
 
 @torch.no_grad()
-def encode(rows: Tensor, *, vae: AutoencoderKL, textures: Tensor, height: int, width: int) -> Tensor:
+def encode(rows: Tensor, *, vae: Vae, textures: Tensor, height: int, width: int) -> Tensor:
     """Rows -> packed latents (N, L, 64), scaled as the transformer sees them, in the VAE's dtype."""
     batch = max(1, 512 * 128 * 128 // (height * width))
     return torch.cat(
@@ -131,7 +132,7 @@ def encode(rows: Tensor, *, vae: AutoencoderKL, textures: Tensor, height: int, w
     )
 
 
-def encode_pixels(vae: AutoencoderKL, pixels: Tensor) -> Tensor:
+def encode_pixels(vae: Vae, pixels: Tensor) -> Tensor:
     """Pixels (B, 3, H, W) in 0..1 -> the mean of their scaled latents (B, 16, H/8, W/8)."""
     pixels = (pixels * 2 - 1).to(vae.dtype).contiguous(memory_format=torch.channels_last)
     return (vae.encode(pixels).latent_dist.mean - vae.config.shift_factor) * vae.config.scaling_factor

@@ -9,20 +9,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.pool import Pool
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from diffusers import AutoencoderKL, FluxPipeline
+from diffusers import FluxPipeline
 from PIL import Image
 from torch import Tensor
 
-from fluxbatch.tiny.data import encode_pixels
+from fluxbatch.tiny.data import Vae, encode_pixels
 from fluxbatch.tiny.flow import GUIDANCE_RANGE, TEXT_TOKENS, Net
 from fluxbatch.tiny.judge import Checks, Question, examination, judge
 from fluxbatch.tiny.render import Atlas, render
 from fluxbatch.tiny.scenes import Scene
 from fluxbatch.tiny.vae import decode
 
+Pipeline = Any  # FluxPipeline: diffusers' lazy imports hide its attributes from mypy
 PIECE_BYTES = 15 << 20
 DEFAULTS = {"width": 128, "height": 128, "num_inference_steps": 20, "guidance_scale": 3.5}
 SHOWN = (
@@ -97,18 +99,18 @@ PREVIEWS = (
 )
 
 
-def assemble(folder: Path, net: Net, vae: AutoencoderKL) -> FluxPipeline:
+def assemble(folder: Path, net: Net, vae: Vae) -> Pipeline:
     """The folder's pipeline around other weights."""
     parts = {"transformer": net.transformer, "text_encoder": net.clip, "text_encoder_2": net.t5, "vae": vae}
     return _quiet(FluxPipeline.from_pretrained(folder, local_files_only=True, **parts))
 
 
-def _quiet(pipeline: FluxPipeline) -> FluxPipeline:
+def _quiet(pipeline: Pipeline) -> Pipeline:
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
 
-def write_model(folder: Path, *, source: Path, net: Net, vae: AutoencoderKL, sizes: Sequence[tuple[int, int]]) -> int:
+def write_model(folder: Path, *, source: Path, net: Net, vae: Vae, sizes: Sequence[tuple[int, int]]) -> int:
     """Float16 safetensors in diffusers' layout; returns the folder's bytes. `net` and `vae` are float16 afterwards."""
     shutil.rmtree(folder, ignore_errors=True)
     assemble(source, net, vae).to(dtype=torch.float16).save_pretrained(folder, safe_serialization=True)
@@ -122,7 +124,7 @@ def write_model(folder: Path, *, source: Path, net: Net, vae: AutoencoderKL, siz
 
 
 @torch.no_grad()
-def paint(pipeline: FluxPipeline, prompts: Sequence[str], setting: Setting, *, seed: int = 0) -> np.ndarray:
+def paint(pipeline: Pipeline, prompts: Sequence[str], setting: Setting, *, seed: int = 0) -> np.ndarray:
     """uint8 (N, H, W, 3); one seed a batch."""
     batch = max(8, 256 * 128 * 128 // (setting.height * setting.width))
     pictures = []
@@ -165,7 +167,7 @@ def marks(questions: Sequence[Question], pictures: np.ndarray, workers: Pool) ->
 
 
 @torch.no_grad()
-def controls(vae: AutoencoderKL, atlas: Atlas, workers: Pool, *, num_prompts: int, size: tuple[int, int]) -> Report:
+def controls(vae: Vae, atlas: Atlas, workers: Pool, *, num_prompts: int, size: tuple[int, int]) -> Report:
     """What the judge says of the truth, of the truth through the VAE, and of the truth of other prompts."""
     questions = examination(num_prompts)
     rows = torch.from_numpy(np.stack([question.row(atlas.index) for question in questions]))
@@ -188,7 +190,7 @@ def _bytes(pixels: Tensor) -> np.ndarray:
 
 
 def examine(
-    pipelines: Callable[[str], FluxPipeline],
+    pipelines: Callable[[str], Pipeline],
     settings: Sequence[Setting],
     workers: Pool,
     *,

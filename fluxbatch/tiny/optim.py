@@ -34,12 +34,12 @@ class Optimizer:
     """
 
     def __init__(self, net: nn.Module, average: list[Tensor], *, average_decay: float) -> None:
-        self.parameters = list(net.parameters())
+        self.parameters: list[Tensor] = list(net.parameters())
         self.average, self.average_decay = average, average_decay
         self.learning_rate = torch.zeros((), device=self.parameters[0].device)
         matrices = [p for name, p in net.named_parameters() if p.ndim == 2 and ("block" in name or "layers" in name)]
         matrices = [p for p in matrices if min(p.shape) > 32]  # not T5's table of relative positions
-        self.stacks: dict[torch.Size, list[nn.Parameter]] = {}
+        self.stacks: dict[torch.Size, list[Tensor]] = {}
         for matrix in matrices:
             self.stacks.setdefault(matrix.shape, []).append(matrix)
         self.momentum = {shape: torch.zeros(len(ps), *shape, device=ps[0].device) for shape, ps in self.stacks.items()}
@@ -65,7 +65,7 @@ class Optimizer:
                 self._muon(shape, matrices)
             torch._foreach_lerp_(self.average, self.parameters, 1 - self.average_decay)
 
-    def _muon(self, shape: torch.Size, matrices: list[nn.Parameter]) -> None:
+    def _muon(self, shape: torch.Size, matrices: list[Tensor]) -> None:
         gradients = torch.stack([matrix.grad for matrix in matrices if matrix.grad is not None])
         momentum = self.momentum[shape].lerp_(gradients, 1 - MOMENTUM)
         update = orthogonalized(gradients.lerp_(momentum, MOMENTUM)).float()

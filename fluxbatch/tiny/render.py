@@ -77,7 +77,8 @@ class Atlas:
     def __init__(self) -> None:
         with np.load(SPRITES) as pack:
             sprites = dict(zip(object_words(), pack["rgba"].astype(np.float32) / 255, strict=True))
-        textures = {(name, None): np.repeat(shape_mask(name)[None], 4, 0) for name in SHAPES}
+        textures: dict[tuple[str, str | None], np.ndarray] = {}
+        textures |= {(name, None): np.repeat(shape_mask(name)[None], 4, 0) for name in SHAPES}
         textures |= {(noun, None): _premultiplied(rgba) for noun, rgba in sprites.items()}
         textures |= {(noun, c): _premultiplied(tinted(sprites[noun], c)) for noun in TINTABLE for c in TINTS}
         self.index: dict[tuple[str, str | None], int] = {key: place for place, key in enumerate(textures)}

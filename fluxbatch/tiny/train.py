@@ -14,6 +14,7 @@ import json
 import math
 import os
 import signal
+import tempfile
 import time
 import zlib
 from collections.abc import Callable
@@ -25,6 +26,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import numpy as np
 import torch
+import torch._dynamo
 from diffusers import AutoencoderKL, FluxPipeline
 from torch import Tensor
 
@@ -35,6 +37,7 @@ from fluxbatch.tiny.data import (
     SMOKE_SHARES,
     Captions,
     Share,
+    Vae,
     fill_buckets,
     start_workers,
     token_ids,
@@ -175,7 +178,7 @@ class Trainer:
         done, logged, samples = 0, time.monotonic(), 0
         self.loss_sum.zero_()
         last_logged_step = 0
-        while state.trained_s < end_s and self.clock.left_s() > reserve_s:
+        while done == 0 or (state.trained_s < end_s and self.clock.left_s() > reserve_s):
             progress = (state.trained_s - start_s) / max(1e-9, end_s - start_s)
             optimizer.learning_rate.fill_(rate * min(1.0, (done + 1) / WARM_UP_STEPS) * _falling(progress))
             for _ in range(SYNC_STEPS):
@@ -217,10 +220,10 @@ class Trainer:
             raise SystemExit(f"{rate:.0f} samples/s is below --min-rate {self.args.min_rate:.0f}: not worth the lease")
 
     def keep(self) -> None:
+        """Network and average into the state. T5's embedding has two names for one tensor."""
         self.state.weights = self.net.state_dict()
-        names = [name for name, _ in self.net.named_parameters()]
-        averaged = dict(zip(names, self.average, strict=True))
-        self.state.average = {name: averaged.get(name, value) for name, value in self.net.state_dict().items()}
+        average_of = {p.data_ptr(): a for p, a in zip(self.net.parameters(), self.average, strict=True)}
+        self.state.average = {name: average_of[value.data_ptr()] for name, value in self.net.state_dict().items()}
 
 
 def _falling(progress: float) -> float:
@@ -277,7 +280,7 @@ def finish(
             stopping=lambda: clock.left_s() < 60 and not args.smoke,
         )
         say(f"VAE round trip {before:.2f} dB before, {vae_psnr(vae, captions, textures):.2f} dB after")
-    folder = out / "work" / "model"
+    folder = Path(tempfile.mkdtemp()) / "model"
     sizes = [(bucket.height, bucket.width) for bucket in trainer.buckets]
     size = ex.write_model(folder, source=FOLDER, net=trainer.averaged(), vae=vae, sizes=sizes)
     ex.pack_model(folder, out)
@@ -294,17 +297,17 @@ def finish(
     say("\n" + ex.table(report))
 
 
-def vae_psnr(vae: AutoencoderKL, captions: Captions, textures: Tensor) -> float:
-    return psnr(vae, render(captions.rows[-64:].to(textures.device), textures, height=128, width=128))
+def vae_psnr(vae: Vae, captions: Captions, textures: Tensor) -> float:
+    return psnr(vae, render(captions.rows[-32:].to(textures.device), textures, height=128, width=128))
 
 
-def _pipeline(folder: Path, device: torch.device, dtype: str) -> FluxPipeline:
+def _pipeline(folder: Path, device: torch.device, dtype: str) -> ex.Pipeline:
     pipeline = FluxPipeline.from_pretrained(folder, torch_dtype=getattr(torch, dtype), local_files_only=True)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline.to(device)
 
 
-def grid(pipeline: FluxPipeline, out: Path, args: argparse.Namespace) -> None:
+def grid(pipeline: ex.Pipeline, out: Path, args: argparse.Namespace) -> None:
     if args.smoke:
         small = ex.Setting(64, 64, num_inference_steps=2)
         ex.save_grid(out / "grid_128.png", ex.paint(pipeline, ex.SHOWN[:4], small), columns=4)
@@ -358,7 +361,7 @@ def main() -> None:
     trainer.fill(shares, captions, atlas.textures.to(trainer.device))
     say(f"latents: {sum(b.latents.nbytes for b in trainer.buckets) / 1e9:.2f} GB")
     last = args.runs_left == 1
-    reserve_s = args.reserve_s if args.reserve_s is not None else (110 + args.decoder_seconds if last else 30)
+    reserve_s = args.reserve_s if args.reserve_s is not None else (110 + args.decoder_seconds if last else 35)
     trainer.train(shares, reserve_s=reserve_s)
     trainer.keep()
     if state.stage != "done" and (not last or clock.stopped):

@@ -1,13 +1,13 @@
 """Sharpens the decoder of the VAE. The encoder stays, so that latents, and all that was learned on them, stay valid."""
 
+import functools
 import time
 from collections.abc import Callable
 
 import torch
-from diffusers import AutoencoderKL
 from torch import Tensor
 
-from fluxbatch.tiny.data import encode_pixels
+from fluxbatch.tiny.data import Vae, encode_pixels
 from fluxbatch.tiny.optim import Recorder
 from fluxbatch.tiny.render import render
 
@@ -17,14 +17,14 @@ SMOKE_SIZES = {(64, 64): (32, 4, 1.0)}
 LATENT_NOISE = 0.06  # standard deviations: about what the sampler leaves in its latents
 
 
-def psnr(vae: AutoencoderKL, pixels: Tensor) -> float:
+def psnr(vae: Vae, pixels: Tensor) -> float:
     """Peak signal-to-noise ratio of the round trip in dB."""
     with torch.no_grad():
         error = (decode(vae, encode_pixels(vae, pixels)).float() - pixels).square().mean()
     return float(-10 * error.log10())
 
 
-def decode(vae: AutoencoderKL, latents: Tensor) -> Tensor:
+def decode(vae: Vae, latents: Tensor) -> Tensor:
     """Scaled latents -> pixels in 0..1."""
     raw = latents / vae.config.scaling_factor + vae.config.shift_factor
     return (vae.decode(raw.to(vae.dtype)).sample / 2 + 0.5).clamp(0, 1)
@@ -33,7 +33,7 @@ def decode(vae: AutoencoderKL, latents: Tensor) -> Tensor:
 class Pictures:
     """Fixed pictures of one size with their latents, on the device."""
 
-    def __init__(self, vae: AutoencoderKL, rows: Tensor, textures: Tensor, *, height: int, width: int) -> None:
+    def __init__(self, vae: Vae, rows: Tensor, textures: Tensor, *, height: int, width: int) -> None:
         parts = [render(part, textures, height=height, width=width) for part in rows.split(64)]
         self.pixels = torch.cat([(part * 255).round().byte() for part in parts])
         with torch.no_grad():
@@ -41,7 +41,7 @@ class Pictures:
 
 
 def tune_decoder(
-    vae: AutoencoderKL,
+    vae: Vae,
     rows: Tensor,
     textures: Tensor,
     *,
@@ -59,7 +59,7 @@ def tune_decoder(
     for (height, width), (num, batch, share) in sizes.items():
         chosen = rows[torch.arange(num) % len(rows)].to(textures.device)
         pictures = Pictures(vae, chosen, textures, height=height, width=width)
-        steps.append(recorder.record(lambda p=pictures, b=batch: _step(vae, p, b, adam)))
+        steps.append(recorder.record(functools.partial(_step, vae, pictures, batch, adam)))
         weights.append(share)
     start, done, order = time.monotonic(), 0, torch.Generator().manual_seed(0)
     while (progress := (time.monotonic() - start) / seconds) < 1 and not stopping():
@@ -72,7 +72,7 @@ def tune_decoder(
     say(f"decoder tuned for {done} steps, {time.monotonic() - start:.0f} s")
 
 
-def _step(vae: AutoencoderKL, pictures: Pictures, batch: int, adam: torch.optim.Optimizer) -> None:
+def _step(vae: Vae, pictures: Pictures, batch: int, adam: torch.optim.Optimizer) -> None:
     device = pictures.pixels.device
     chosen = torch.randint(len(pictures.pixels), (batch,), device=device)
     latents = pictures.latents[chosen].float()

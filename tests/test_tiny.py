@@ -1,0 +1,249 @@
+"""The embedded model's language, its renderer, its judge and the tensors of its training. The weights are not asked."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fluxbatch.tiny import FOLDER
+from fluxbatch.tiny.data import T5_TOKENS, packed, token_ids
+from fluxbatch.tiny.export import load_pieces, save_pieces
+from fluxbatch.tiny.flow import Bucket, Net, draw_sigma, flow_loss, pad_t5
+from fluxbatch.tiny.judge import Question, components, examination, judge, score
+from fluxbatch.tiny.optim import Optimizer, copy_of, orthogonalized
+from fluxbatch.tiny.render import Atlas, render
+from fluxbatch.tiny.scenes import Scene, Thing, Writer, held_out, read_caption
+
+
+@pytest.fixture(scope="module")
+def atlas() -> Atlas:
+    return Atlas()
+
+
+@pytest.fixture(scope="module")
+def net() -> Net:
+    return Net(FOLDER).eval()
+
+
+def truth(atlas: Atlas, questions: list, *, height: int, width: int) -> np.ndarray:
+    rows = torch.from_numpy(np.stack([question.row(atlas.index) for question in questions]))
+    return render(rows, atlas.textures, height=height, width=width).permute(0, 2, 3, 1).numpy()
+
+
+# ---------------------------------------------------------------- the language
+
+
+def test_every_caption_is_read_back_as_the_scene_it_was_written_for() -> None:
+    writer = Writer(5)
+    for _ in range(1500):
+        scene = writer.scene()
+        caption = writer.caption(scene)
+        assert read_caption(caption) == scene, caption
+
+
+def test_training_never_shows_a_held_out_pair() -> None:
+    writer = Writer(6)
+    for _ in range(1500):
+        scene = writer.scene()
+        assert not any(thing.color and held_out(thing.color, thing.noun) for thing in scene.things), scene
+        if len(scene.things) == 2:
+            assert not held_out(scene.things[0].noun, scene.things[1].noun), scene
+
+
+@pytest.mark.parametrize("text", ["", "a portrait of an old man", "a circle", "red circle and", "five red circles"])
+def test_other_texts_are_not_read_as_scenes(text: str) -> None:
+    assert read_caption(text) is None
+
+
+def test_synonyms_places_and_backgrounds_are_understood() -> None:
+    read = read_caption("A picture of a tiny crimson heart, top left on a turquoise background.")
+    assert read == Scene((Thing("heart", "red"),), place="top left", size="small", background="cyan")
+    assert read_caption("two kittens at night") == Scene((Thing("cat", None, 2),), background="night")
+    assert read_caption("an owl above a pumpkin") == Scene((Thing("owl"), Thing("pumpkin")), relation="above")
+
+
+# ---------------------------------------------------------------- the judge
+
+
+@pytest.mark.parametrize(("height", "width"), [(128, 128), (96, 160), (256, 256)])
+def test_the_judge_passes_the_truth_and_refuses_the_truth_of_other_prompts(
+    atlas: Atlas, height: int, width: int
+) -> None:
+    questions = examination(3, seed=height)
+    pictures = truth(atlas, questions, height=height, width=width)
+    assert set(score(questions, pictures).values()) == {1.0}
+    shuffled = score(questions, np.roll(pictures, 8, axis=0))
+    assert max(shuffled.values()) <= 1 / 3, shuffled
+    assert np.mean(list(shuffled.values())) < 0.1, shuffled
+
+
+def test_the_examination_asks_in_the_little_language() -> None:
+    for question in examination(12):
+        assert read_caption(question.prompt) == question.scene, question.prompt
+
+
+def test_held_out_questions_ask_for_pairs_that_training_never_saw() -> None:
+    for question in examination(12):
+        if question.kind.endswith("held out"):
+            first, *others = question.scene.things
+            pair = (first.noun, others[0].noun) if others else (str(first.color), first.noun)
+            assert held_out(*pair), question
+
+
+def test_stray_pixels_do_not_change_the_verdict(atlas: Atlas) -> None:
+    (question,) = [q for q in examination(1) if q.kind == "object"]
+    picture = truth(atlas, [question], height=128, width=128)[0].copy()
+    picture[5, 5:8] = picture[120:122, 118] = 0.3
+    assert all(judge(picture, question.scene).values())
+
+
+@pytest.mark.parametrize(
+    "drawn",
+    [
+        Scene((Thing("square", "red"), Thing("circle", "blue")), relation="left", background="white"),  # shapes swapped
+        Scene((Thing("circle", "blue"), Thing("square", "red")), relation="left", background="white"),  # places swapped
+        Scene((Thing("circle", "red"), Thing("square", "blue")), relation="above", background="white"),
+        Scene((Thing("circle", "red"),), background="white"),
+    ],
+)
+def test_a_relation_wants_the_right_shapes_in_the_right_places(atlas: Atlas, drawn: Scene) -> None:
+    asked = Scene((Thing("circle", "red"), Thing("square", "blue")), relation="left", background="white")
+    picture = truth(atlas, [Question("", "", asked), Question("", "", drawn)], height=128, width=128)
+    assert judge(picture[0], asked)["relation"]
+    assert not judge(picture[1], asked)["relation"]
+
+
+def test_sceneries_are_left_unjudged() -> None:
+    scene = Scene((Thing("circle", "red"),), background="night")
+    assert judge(np.zeros((128, 128, 3)), scene) == {}
+
+
+def test_an_empty_picture_fails_every_kind() -> None:
+    questions = examination(2)
+    blank = [np.full((128, 128, 3), 0.97, np.float32)] * len(questions)
+    assert set(score(questions, blank).values()) == {0.0}
+
+
+def test_components_join_across_lines_and_drop_specks() -> None:
+    mask = np.zeros((40, 40), bool)
+    mask[5:30, 5] = mask[5:30, 9] = mask[29, 5:10] = True  # a U: two arms that meet at the last line
+    mask[35, 30:33] = True  # a speck
+    mask[0:10, 20:30] = True
+    pieces = components(mask)
+    assert [int(piece.sum()) for piece in pieces] == [100, 53]
+    assert components(np.zeros((8, 8), bool)) == []
+
+
+def test_a_run_folder_is_scored_from_its_prompts(atlas: Atlas, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    from PIL import Image
+
+    from fluxbatch.tiny.score import pictures, summary, verdicts
+
+    questions = [q for q in examination(1) if q.kind in ("shape", "count")]
+    drawn = truth(atlas, questions, height=128, width=128)
+    images = [Image.fromarray((picture * 255).astype(np.uint8)) for picture in (*drawn, drawn[0])]
+    prompts = [question.prompt for question in questions] + ["a portrait of an old man"]
+    (tmp_path / "data").mkdir()
+    rows = datasets.Dataset.from_dict({"prompt": prompts, "image": images}).cast_column("image", datasets.Image())
+    rows.to_parquet(str(tmp_path / "data" / "shard-00000.parquet"))
+    found = summary(verdicts(pictures(tmp_path)))
+    assert (found["judged"], found["right"], found["unjudged"], found["wrong"]) == (2, 2, 1, [])
+
+
+# ---------------------------------------------------------------- the training
+
+
+def test_velocity_is_what_diffusers_computes(net: Net) -> None:
+    generator = torch.Generator().manual_seed(1)
+    latents = torch.randn(2, 24, 64, generator=generator)
+    clip_ids, t5_ids = (torch.from_numpy(ids).long() for ids in token_ids(["a red circle", "two cats"], FOLDER))
+    ids = torch.zeros(4, 6, 3)
+    ids[..., 1] += torch.arange(4)[:, None]
+    ids[..., 2] += torch.arange(6)[None]
+    sigma, guidance = torch.tensor([0.3, 0.9]), torch.tensor([1.0, 3.5])
+    with torch.no_grad():
+        text = net.embed(clip_ids, pad_t5(t5_ids))
+        ours = net.velocity(latents, sigma=sigma, guidance=guidance, text=text, rotary=net.rotary(64, 96))
+        theirs = net.transformer(
+            hidden_states=latents,
+            timestep=sigma,
+            guidance=guidance,
+            encoder_hidden_states=text[0],
+            pooled_projections=text[1],
+            img_ids=ids.view(-1, 3),
+            txt_ids=torch.zeros(pad_t5(t5_ids).shape[1], 3),
+            return_dict=False,
+        )[0]
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_one_step_lowers_the_loss_and_moves_the_average(net: Net) -> None:
+    torch.manual_seed(0)
+    clip_ids, t5_ids = (torch.from_numpy(ids).repeat(4, 1) for ids in token_ids(["a red circle"], FOLDER))
+    rotary = net.rotary(32, 32)
+    bucket = Bucket(32, 32, 4, torch.randn(1, 4, 64).repeat(4, 1, 1), clip_ids, t5_ids, rotary)
+    empty = (clip_ids[:1].long(), pad_t5(t5_ids[:1]))
+    before, average = copy_of(net.parameters()), copy_of(net.parameters())
+    optimizer = Optimizer(net, average, average_decay=0.5)
+    optimizer.learning_rate.fill_(1e-3)
+    losses = []
+    for _ in range(4):
+        torch.manual_seed(1)
+        loss = flow_loss(net, bucket, empty=empty)
+        optimizer.step(loss)
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    moved = [not torch.equal(old, new) for old, new in zip(before, net.parameters(), strict=True)]
+    assert sum(moved) > 0.95 * len(moved)
+    assert not torch.equal(average[0], before[0])
+
+
+def test_orthogonalized_matrices_keep_their_directions_and_lose_their_sizes() -> None:
+    torch.manual_seed(0)
+    for shape in ((3, 24, 64), (2, 64, 24)):
+        singular = torch.linalg.svdvals(orthogonalized(torch.randn(shape)).float())
+        assert singular.min() > 0.5
+        assert singular.max() < 1.4
+
+
+def test_noise_levels_are_shifted_towards_noise_as_the_scheduler_does() -> None:
+    torch.manual_seed(0)
+    small, large = (draw_sigma(4096, num_tokens=n, device=torch.device("cpu")).median() for n in (64, 1024))
+    assert small == pytest.approx(np.exp(0.5) / (1 + np.exp(0.5)), abs=0.02)
+    assert large == pytest.approx(np.exp(1.15) / (1 + np.exp(1.15)), abs=0.02)
+
+
+def test_latents_are_packed_in_the_order_of_the_pipeline() -> None:
+    from diffusers import FluxPipeline
+
+    latents = torch.randn(2, 16, 8, 12)
+    assert torch.equal(packed(latents), FluxPipeline._pack_latents(latents, 2, 16, 8, 12))
+
+
+def test_no_caption_is_longer_than_the_token_columns() -> None:
+    writer = Writer(9)
+    _, t5_ids = token_ids([writer.caption(writer.scene()) for _ in range(500)], FOLDER)
+    assert (t5_ids[:, T5_TOKENS - 1] <= 1).all()  # padding, or the end mark
+
+
+def test_pieces_are_joined_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fluxbatch.tiny.export.PIECE_BYTES", 4)
+    save_pieces(bytes(range(11)), tmp_path, "checkpoint")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint.00", "checkpoint.01", "checkpoint.02"]
+    assert load_pieces(tmp_path, "checkpoint") == bytes(range(11))
+    assert load_pieces(tmp_path / "absent", "checkpoint") is None
+
+
+@pytest.mark.slow
+def test_two_smoke_runs_train_distil_export_and_score(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fluxbatch.tiny.train", "--smoke", "--minutes", "1", "--reserve-s", "30"]
+    subprocess.run([*command, "--runs-left", "2", "--out", str(tmp_path / "a")], check=True)
+    assert (tmp_path / "a" / "checkpoint.00").exists()
+    subprocess.run([*command, "--checkpoint", str(tmp_path / "a"), "--out", str(tmp_path / "b")], check=True)
+    assert json.loads((tmp_path / "b" / "scores.json").read_text())["control: ground truth"]["shape"] == 1.0
+    assert (tmp_path / "b" / "model.tar.00").exists()
