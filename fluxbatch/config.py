@@ -307,8 +307,8 @@ def row_rules(cfg: JobConfig) -> RowRules:
 OUTPUT_AFFECTING = (
     "model.name", "model.path", "model.revision", "model.random_weights", "model.dtype", "model.text_encoder_dtype",
     "model.vae_dtype", "model.quantization", "model.cpu_threads", "model.compile", "model.guidance",
-    "model.max_sequence_length", "model.encode_batch_size", "sampler.true_cfg_scale", "output.kind", "output.image_format", "output.quality",
-    "output.png_level", "output.embed_parameters",
+    "model.max_sequence_length", "model.encode_batch_size", "sampler.true_cfg_scale", "output.kind",
+    "output.image_format", "output.quality", "output.png_level", "output.embed_parameters",
 )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from fluxbatch.lease import Lease
 from fluxbatch.ledger import Ledger
 from fluxbatch.manifest import open_manifest
 from fluxbatch.metrics import GpuSampler, MetricsLog, write_prometheus
+from fluxbatch.plan import batch_size
 from fluxbatch.planner import Changes, RunPlan, add_retry, prepare
 from fluxbatch.progress import Progress
 from fluxbatch.ranks import Rank
@@ -51,7 +52,7 @@ def run_job(cfg: JobConfig, *, load: LoadModel | None = None) -> tuple[RowCounts
         if load is None and not folder.success.exists():
             _check_model(cfg)
         plan, changes = prepare(folder, open_manifest(cfg.manifest), config.row_rules(cfg), cfg)
-        _say_changes(changes)
+        _say_changes(plan, changes, cfg)
         committed = _sound_ledger(folder, rank)
         if cfg.run.retry_failed:
             plan = add_retry(folder, plan, ledger.failed_rows(folder, committed, plan))
@@ -258,7 +259,11 @@ def _drop_empty(folder: RunFolder) -> None:
         log.debug("%s stays: it is gone already or not empty", folder.batches)
 
 
-def _say_changes(changes: Changes) -> None:
+def _say_changes(plan: RunPlan, changes: Changes, cfg: JobConfig) -> None:
+    first = plan.parts[0]
+    sizes = [batch_size(run.bucket, cfg.plan) for run in first.runs]
+    if first.shard_size != cfg.plan.shard_size or sizes != [run.batch_size for run in first.runs]:
+        log.info("the plan stands: other batch and shard sizes apply to rows added since")
     if changes.added:
         log.info("%d rows were added to the plan", changes.added)
     if changes.deleted:

@@ -1,1 +1,1 @@
-"""Measurements that anybody can repeat. Each module is a command: python -m fluxbatch.bench.NAME; LOG.md holds what was learnt."""
+"""Measurements that anybody can repeat: python -m fluxbatch.bench.NAME. LOG.md holds what was learnt."""

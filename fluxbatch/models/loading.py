@@ -360,7 +360,7 @@ def tune(transformer: Any, *, cfg: ModelConfig, placement: Placement) -> None:
 
 
 def fix_cpu_threads(cfg: ModelConfig) -> None:
-    """CPU kernels round differently where they cut a tensor among threads: their number decides bits, so it is a setting."""
+    """CPU kernels round differently where they cut a tensor among threads: their number decides bits."""
     if _device(cfg.device).type == "cpu":
         torch.set_num_threads(cfg.cpu_threads)
         logger.info(

@@ -16,7 +16,7 @@ MAX_NORM = 1.0
 def orthogonalized(matrices: Tensor) -> Tensor:
     """Nearest orthogonal matrices of a stack (N, rows, columns) by five Newton-Schulz steps; the coefficients are
     Keller Jordan's (Muon, kellerjordan.github.io/posts/muon)."""
-    x = matrices.bfloat16()
+    x = matrices.bfloat16() if matrices.is_cuda else matrices
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)

@@ -8,6 +8,7 @@ checkpoint.NN in --out; the last one leaves model.tar.NN, scores.json and grids.
 """
 
 import argparse
+import copy
 import functools
 import io
 import json
@@ -51,7 +52,7 @@ from fluxbatch.tiny.vae import SIZES, SMOKE_SIZES, psnr, tune_decoder
 DISTILL_SHARE = 0.15  # of the training time
 AVERAGE_DECAY = 0.9995  # over about 2,000 steps: half a minute at the end of some 30,000
 WARM_UP_STEPS = 300  # the moments start empty in each run
-LOG_S, SYNC_STEPS = 5.0, 25
+LOG_S = 5.0
 
 
 @dataclass
@@ -108,6 +109,7 @@ class Trainer:
         empty = (torch.from_numpy(ids).to(self.device).long() for ids in token_ids([""], FOLDER))
         clip_ids, t5_ids = empty
         self.empty = (clip_ids, pad_t5(t5_ids))
+        self.steps_a_look = 25 if self.device.type == "cuda" else 4  # at the clock; each look waits for the device
         self.buckets: list[Bucket] = []
         self.loss_sum = torch.zeros((), device=self.device)
 
@@ -181,21 +183,21 @@ class Trainer:
         while done == 0 or (state.trained_s < end_s and self.clock.left_s() > reserve_s):
             progress = (state.trained_s - start_s) / max(1e-9, end_s - start_s)
             optimizer.learning_rate.fill_(rate * min(1.0, (done + 1) / WARM_UP_STEPS) * _falling(progress))
-            for _ in range(SYNC_STEPS):
+            for _ in range(self.steps_a_look):
                 choice = order.choice(len(steps), p=weights)
                 steps[choice]()
                 samples += self.buckets[choice].batch_size
-            done += SYNC_STEPS
+            done += self.steps_a_look
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
             now = time.monotonic()
             state.trained_s = began_s + now - began
-            if now - logged >= LOG_S or done == SYNC_STEPS:
+            if now - logged >= LOG_S or done == self.steps_a_look:
                 mean = float(self.loss_sum) / (done - last_logged_step)
                 self._log(mean, progress, samples / (now - logged), end_s)
                 if not math.isfinite(mean):
                     raise SystemExit(f"{state.stage}: the loss is {mean} at step {state.steps + done}")
-                self._refuse_crawling(samples / (now - logged), slow_start=done == SYNC_STEPS)
+                self._refuse_crawling(samples / (now - logged), slow_start=done == self.steps_a_look)
                 state.samples += samples
                 self.loss_sum.zero_()
                 logged, samples, last_logged_step = now, 0, done
@@ -269,17 +271,7 @@ def finish(
     textures = atlas.textures.to(device)
     vae = AutoencoderKL.from_pretrained(FOLDER / "vae").to(device)
     if args.decoder_seconds > 0:
-        before = vae_psnr(vae, captions, textures)
-        tune_decoder(
-            vae,
-            captions.rows.to(device),
-            textures,
-            sizes=SMOKE_SIZES if args.smoke else SIZES,
-            seconds=args.decoder_seconds,
-            say=say,
-            stopping=lambda: clock.left_s() < 60 and not args.smoke,
-        )
-        say(f"VAE round trip {before:.2f} dB before, {vae_psnr(vae, captions, textures):.2f} dB after")
+        sharpen(vae, captions, textures, trainer=trainer)
     folder = Path(tempfile.mkdtemp()) / "model"
     sizes = [(bucket.height, bucket.width) for bucket in trainer.buckets]
     size = ex.write_model(folder, source=FOLDER, net=trainer.averaged(), vae=vae, sizes=sizes)
@@ -295,6 +287,27 @@ def finish(
     report = ex.examine(pipelines, settings, workers, seconds=seconds, say=say) | report
     (out / "scores.json").write_text(json.dumps(report, indent=1))
     say("\n" + ex.table(report))
+
+
+def sharpen(vae: Vae, captions: Captions, textures: Tensor, *, trainer: Trainer) -> None:
+    """Tunes the decoder; what made the round trip worse is undone."""
+    args, clock = trainer.args, trainer.clock
+    shipped, before = copy.deepcopy(vae.state_dict()), vae_psnr(vae, captions, textures)
+    tune_decoder(
+        vae,
+        captions.rows.to(textures.device),
+        textures,
+        sizes=SMOKE_SIZES if args.smoke else SIZES,
+        seconds=args.decoder_seconds,
+        say=trainer.say,
+        stopping=lambda: clock.left_s() < 60 and not args.smoke,
+    )
+    after = vae_psnr(vae, captions, textures)
+    if after < before:
+        vae.load_state_dict(shipped)
+    trainer.say(
+        f"VAE round trip {before:.2f} dB before, {after:.2f} dB after: {'kept' if after >= before else 'undone'}"
+    )
 
 
 def vae_psnr(vae: Vae, captions: Captions, textures: Tensor) -> float:

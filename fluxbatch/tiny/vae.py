@@ -14,6 +14,7 @@ from fluxbatch.tiny.render import render
 # (height, width): pictures kept, batch size, share of the steps
 SIZES = {(128, 128): (16_384, 96, 0.75), (192, 192): (4_096, 48, 0.25)}
 SMOKE_SIZES = {(64, 64): (32, 4, 1.0)}
+WARM_UP_STEPS = 100
 LATENT_NOISE = 0.06  # standard deviations: about what the sampler leaves in its latents
 
 
@@ -63,7 +64,7 @@ def tune_decoder(
         weights.append(share)
     start, done, order = time.monotonic(), 0, torch.Generator().manual_seed(0)
     while (progress := (time.monotonic() - start) / seconds) < 1 and not stopping():
-        rate.fill_(4e-4 * (1 - progress))
+        rate.fill_(4e-4 * (1 - progress) * min(1.0, (done + 1) / WARM_UP_STEPS))
         steps[int(torch.multinomial(torch.tensor(weights), 1, generator=order))]()
         done += 1
         if done % 20 == 0 and rate.is_cuda:
