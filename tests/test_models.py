@@ -104,7 +104,7 @@ def test_br24_each_dtype_works_on_a_cpu_and_is_logged(dtype: str, caplog: pytest
     lines = [record.getMessage() for record in caplog.records if record.name == "fluxbatch"]
     gib = {"float32": "0.027", "bfloat16": "0.013", "float16": "0.013"}[dtype]
     assert f"transformer: FluxTransformer2DModel, 7.13 M parameters, {dtype} on cpu, {gib} GiB" in lines
-    assert {line.split(":")[0] for line in lines} == {"transformer", "text_encoder", "text_encoder_2", "vae"}
+    assert {line.split(":")[0] for line in lines} == {"cpu", "transformer", "text_encoder", "text_encoder_2", "vae"}
 
 
 def draw_one_step(model: Model) -> torch.Tensor:

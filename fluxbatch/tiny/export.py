@@ -120,7 +120,16 @@ def write_model(folder: Path, *, source: Path, net: Net, vae: Vae, sizes: Sequen
         "guidance_range": GUIDANCE_RANGE,
     }
     (folder / "defaults.json").write_text(json.dumps(defaults, indent=1))
+    _forget_paths(folder)
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _forget_paths(folder: Path) -> None:
+    """diffusers writes down where each part was loaded from; that is of this machine only."""
+    for path in folder.rglob("*.json"):
+        content = json.loads(path.read_text())
+        if content.pop("_name_or_path", None) is not None:
+            path.write_text(json.dumps(content, indent=1))
 
 
 @torch.no_grad()
