@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 
 from fluxbatch import __version__, config, verbs
@@ -49,8 +50,15 @@ def _parse(arguments: list[str]) -> tuple[str, bool, list[str]]:
 def _do(verb: verbs.Verb, cfg: JobConfig, *, as_json: bool) -> int:
     config.check(cfg)
     answer, words, code = verb(cfg)
-    print(json.dumps(answer, ensure_ascii=False, allow_nan=False) if as_json else words)
+    _say(json.dumps(answer, ensure_ascii=False, allow_nan=False) if as_json else words)
     return code
+
+
+def _say(text: str) -> None:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # `| head` has read enough; the work is done and its exit code stands
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _refuse(what: Exception | str, code: int, error: BaseException | None = None) -> int:

@@ -21,7 +21,7 @@ from fluxbatch.errors import FluxbatchError
 from fluxbatch.folder import RunFolder
 from fluxbatch.ledger import Ledger
 from fluxbatch.plan import PlanPart
-from fluxbatch.planner import RunPlan
+from fluxbatch.planfile import RunPlan
 
 log = logging.getLogger(__name__)
 

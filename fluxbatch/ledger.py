@@ -19,7 +19,7 @@ from fluxbatch.folder import RunFolder
 from fluxbatch.records import RowCounts, ShardCommit, ShardPlan
 
 if TYPE_CHECKING:
-    from fluxbatch.planner import RunPlan
+    from fluxbatch.planfile import RunPlan
 
 SHARD_FILE = re.compile(r"data/shard-(\d{5,})(\.parquet|\.tar|/metadata\.jsonl)|failed/shard-(\d{5,})\.parquet")
 

@@ -1,7 +1,7 @@
-"""Read a Parquet manifest as checked rows, in a stream. Knows nothing of batches, models or the run folder.
+"""Find a manifest's files, match their columns with ours, and stream them. Knows no rule that a row must keep to.
 
-What makes the whole manifest unusable is a `ManifestError`; what is wrong with one row is a `Rejection` of that row.
-Memory is that of one chunk, whatever the number of rows, row groups or files.
+What makes the whole manifest unusable is a `ManifestError`. Memory is that of one chunk, whatever the number of rows,
+row groups or files.
 """
 
 from __future__ import annotations
@@ -13,22 +13,20 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 from itertools import accumulate, chain
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 import fsspec
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.fs
 import pyarrow.parquet as pq
 from fsspec.implementations.arrow import ArrowFSWrapper
 
-from fluxbatch.config import SEED_MAX, SEED_MIN, ManifestConfig
+from fluxbatch.config import ManifestConfig
 from fluxbatch.errors import ConfigError, ManifestError
-from fluxbatch.records import Rejection, RowRules
+from fluxbatch.records import RowRules
+from fluxbatch.rows import ManifestChunk, check_rows
 
 if TYPE_CHECKING:
     import datasets
@@ -36,15 +34,14 @@ if TYPE_CHECKING:
 CHUNK_ROWS = 32_768
 CHUNK_BYTES = 32 * 2**20  # of Parquet pages, before decompression of repeated values
 READ_BYTES = 2**20  # without a buffered stream, pyarrow reads a whole column chunk: 2 GB for 10 M prompts in one group
-INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
-EXACT_FLOAT = 2**53  # beyond it a float64 no longer tells neighbouring integers apart
-SEED = pa.decimal128(20, 0)  # the only Arrow type that holds -2^63 to 2^64-1
-OUTPUT_COLUMNS = ("image", "truncated", "requested_height", "requested_width")  # those that fluxbatch adds
+OUTPUT_COLUMNS = (  # those that fluxbatch adds
+    "image", "truncated", "requested_height", "requested_width", "file_name", "image_bytes", "image_sha256",
+)  # fmt: skip
 CORRUPT = (pa.ArrowException, OSError)
 
 
 def _is_text(kind: pa.DataType) -> bool:
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
 def _is_number(kind: pa.DataType) -> bool:
@@ -65,14 +62,6 @@ COLUMNS: dict[str, tuple[Callable[[pa.DataType], bool], str]] = {
     "guidance_scale": (_is_number, "numbers"),
     "seed": (_is_number, "integers"),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class ManifestChunk:
-    """Some thousand rows in manifest order: those to be drawn, and those refused."""
-
-    accepted: pa.Table
-    rejected: list[Rejection]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,18 +110,14 @@ class Manifest:
         return f"row {row} ({self.sources[at].name}, row {row - self.starts[at]})"
 
     def chunks(self, rules: RowRules, *, hashed: bool = True) -> Iterator[ManifestChunk]:
-        """Check all rows against `rules`.
-
-        Without `hashed` the accepted rows have no fingerprint and no derived seed: enough for counting, three times as
-        fast.
-        """
+        """Check all rows against `rules`; without `hashed` as `check_rows` says."""
         for source, first_row in zip(self.sources, self.starts, strict=False):
-            offset = 0
             for batch in self._read(source):
-                rows = _Rows(batch, self, first_row=first_row + offset, label=source.name, offset=offset)
-                accepted, rejected = rows.check(rules)
-                yield ManifestChunk(_hashed(accepted, rules) if hashed else accepted, rejected)
-                offset += batch.num_rows
+                columns = {
+                    ours: _plain(batch[name]) for ours, name in self.columns.items() if name in batch.schema.names
+                }
+                yield check_rows(columns, self._extra(source, batch), rules, first_row=first_row, hashed=hashed)
+                first_row += batch.num_rows
 
     def _read(self, source: Source) -> Iterator[pa.RecordBatch]:
         wanted = {*self.columns.values(), *self.extra_schema.names}
@@ -140,6 +125,17 @@ class Manifest:
             yield from source.batches([name for name in source.schema.names if name in wanted])
         except CORRUPT as error:
             raise ManifestError(f"{source.path}: cannot be read to its end: {error}") from error
+
+    def _extra(self, source: Source, batch: pa.RecordBatch) -> dict[str, pa.Array]:
+        """The manifest's own columns, in the types that hold those of all files."""
+        absent, extra = pa.nulls(batch.num_rows), {}
+        for name, kind in zip(self.extra_schema.names, self.extra_schema.types, strict=True):
+            values = _plain(batch[name]) if name in batch.schema.names else absent
+            try:
+                extra[name] = values.cast(kind)
+            except pa.ArrowException as error:
+                raise ManifestError(f"{source.path}: column {name} does not fit {kind}: {error}") from error
+        return extra
 
 
 # Opening: from manifest.path to sources, and from their schemas to columns.
@@ -304,15 +300,19 @@ def _check_columns(source: Source, columns: dict[str, str]) -> None:
     for name, theirs in columns.items():
         fits, words = COLUMNS[name]
         if theirs in names:
-            kind = _plain(source.schema.field(theirs).type)
+            kind = _plain_type(source.schema.field(theirs).type)
             if not (fits(kind) or pa.types.is_null(kind)):
                 raise ManifestError(f"{source.path}: column {theirs} must hold {words}, its type is {kind}")
 
 
-def _plain(kind: pa.DataType) -> pa.DataType:
+def _plain(values: pa.Array) -> pa.Array:
+    return values.cast(_plain_type(values.type))
+
+
+def _plain_type(kind: pa.DataType) -> pa.DataType:
     """The type of the values, without the encodings that only a reader cares about."""
     if pa.types.is_dictionary(kind):
-        return _plain(kind.value_type)
+        return _plain_type(kind.value_type)
     return {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}.get(kind, kind)
 
 
@@ -320,7 +320,7 @@ def _extra_schema(sources: Sequence[Source], *, ours: set[str], dropped: set[str
     """The manifest's own columns, with the type that holds each of them in all files."""
     schema = pa.schema([])
     for source in sources:
-        fields = [pa.field(f.name, _plain(f.type)) for f in source.schema if f.name not in ours | dropped]
+        fields = [pa.field(f.name, _plain_type(f.type)) for f in source.schema if f.name not in ours | dropped]
         try:
             schema = pa.unify_schemas([schema, pa.schema(fields)], promote_options="permissive")
         except pa.ArrowException as error:
@@ -328,282 +328,17 @@ def _extra_schema(sources: Sequence[Source], *, ours: set[str], dropped: set[str
             raise ManifestError(
                 f"{source.path}: a column has another type than in the files before: {error}; {hint}"
             ) from error
-    taken = [name for name in schema.names if name in OUTPUT_COLUMNS or name in COLUMNS]
-    if taken:
-        hint = f"leave it out with manifest.drop_columns=[{taken[0]}], or rename it"
-        raise ManifestError(f"column {taken[0]} has the name of a column that fluxbatch writes; {hint}")
+    for name, kind in zip(schema.names, schema.types, strict=True):
+        hint = f"leave it out with manifest.drop_columns=[{name}]"
+        if name in OUTPUT_COLUMNS or name in COLUMNS:
+            raise ManifestError(f"column {name} has the name of a column that fluxbatch writes; {hint}, or rename it")
+        if _holds_map(kind):
+            raise ManifestError(
+                f"column {name} must not hold maps, which `datasets` cannot open, its type is {kind}; {hint}, "
+                "or cast it to a list of structs"
+            )
     return schema
 
 
-# Checking: from a record batch to accepted rows and rejections.
-
-
-class _Rows:
-    """The rows of one record batch under scrutiny. The first rule that a row breaks is its rejection."""
-
-    def __init__(self, batch: pa.RecordBatch, manifest: Manifest, *, first_row: int, label: str, offset: int) -> None:
-        self.num_rows, self.first_row, self.label, self.offset = batch.num_rows, first_row, label, offset
-        self.broken = np.full(batch.num_rows, -1)  # which of `rules` each row breaks
-        self.rules: list[tuple[str, str, Callable[[int], str]]] = []
-        self.nulls = pa.nulls(batch.num_rows)
-        names = batch.schema.names
-        self.raw = {
-            ours: self._readable(ours, batch[theirs]) for ours, theirs in manifest.columns.items() if theirs in names
-        }
-        self.extra_schema = manifest.extra_schema
-        self.extra = [
-            self._extra(field, batch[field.name] if field.name in names else self.nulls) for field in self.extra_schema
-        ]
-
-    def check(self, rules: RowRules) -> tuple[pa.Table, list[Rejection]]:
-        """The accepted rows, without fingerprints and derived seeds, and the others."""
-        columns = {
-            "row": pa.array(np.arange(self.first_row, self.first_row + self.num_rows)),
-            "id": self._ids(),
-            "prompt": self._prompts(rules),
-            "negative_prompt": self._negative_prompts(rules),
-            **self._sizes(rules),
-            "num_inference_steps": self._steps(rules),
-            "guidance_scale": self._guidance(rules),
-            "seed": self._seeds(),
-        }
-        columns["negative_pass"] = _negative_pass(columns, rules)
-        if self.extra:
-            columns["extra"] = pa.StructArray.from_arrays(self.extra, fields=list(self.extra_schema))
-        table = pa.table(columns)
-        if not self.rules:
-            return table, []
-        rejected = [self._rejection(i, columns["id"][i].as_py()) for i in np.flatnonzero(self.broken >= 0).tolist()]
-        return table.filter(pa.array(self.broken < 0)), rejected
-
-    def _refuse(self, bad: np.ndarray | pa.Array, column: str, reason: str, sentence: Callable[[int], str]) -> None:
-        mask = bad if isinstance(bad, np.ndarray) else bad.to_numpy(zero_copy_only=False)
-        if mask.any():
-            self.broken[mask & (self.broken < 0)] = len(self.rules)
-            self.rules.append((column, reason, sentence))
-
-    def _rejection(self, i: int, row_id: str | None) -> Rejection:
-        column, reason, sentence = self.rules[self.broken[i]]
-        message = f"{self.label}: row {self.offset + i}: {sentence(i)}"
-        return Rejection(row=self.first_row + i, id=row_id, column=column, reason=reason, message=message)
-
-    def _readable(self, name: str, values: pa.Array) -> pa.Array:
-        """Plain values; text that is not UTF-8 costs its row and becomes null."""
-        values = values.cast(_plain(values.type))
-        invalid = _invalid_rows(values)
-        if not invalid:
-            return values
-        place = np.arange(self.num_rows)
-        mask = np.isin(place, invalid)
-        self._refuse(mask, name, "invalid_utf8", lambda _: f"{name} must be UTF-8 text, has bytes that are not")
-        return values.take(pa.array(place, mask=mask))
-
-    def _extra(self, field: pa.Field, values: pa.Array) -> pa.Array:
-        try:
-            return self._readable(field.name, values).cast(field.type)
-        except pa.ArrowException as error:
-            raise ManifestError(f"{self.label}: column {field.name} does not fit {field.type}: {error}") from error
-
-    def _ids(self) -> pa.Array:
-        if "id" not in self.raw:
-            rows = pa.array(np.arange(self.first_row, self.first_row + self.num_rows)).cast(pa.string())
-            return pc.binary_join_element_wise("row-", pc.utf8_lpad(rows, 9, "0"), "")
-        ids = self.raw["id"].cast(pa.string())
-        self._refuse(ids.is_null(), "id", "null_id", lambda _: "id must not be null")
-        self._refuse(_is_blank(ids), "id", "blank_id", lambda _: "id must not be blank")
-        return ids
-
-    def _prompts(self, rules: RowRules) -> pa.Array:
-        prompts = self.raw["prompt"].cast(pa.string())
-        self._refuse(prompts.is_null(), "prompt", "null_prompt", lambda _: "prompt must not be null")
-        if not rules.allow_blank_prompts:
-            sentence = "prompt must not be blank unless manifest.allow_blank_prompts=true"
-            self._refuse(_is_blank(prompts), "prompt", "blank_prompt", lambda _: sentence)
-        return prompts
-
-    def _negative_prompts(self, rules: RowRules) -> pa.Array:
-        prompts = self.raw.get("negative_prompt", self.nulls).cast(pa.string())
-        if not rules.negative_prompts:
-            sentence = "negative_prompt must be null or blank: this model runs no second pass"
-            self._refuse(_is_said(prompts), "negative_prompt", "negative_prompt_unsupported", lambda _: sentence)
-        return prompts
-
-    def _sizes(self, rules: RowRules) -> dict[str, pa.Array]:
-        asked_height, height = self._side("height", rules.height, rules)
-        asked_width, width = self._side("width", rules.width, rules)
-        self._refuse(
-            height * width > rules.max_pixels, "height", "bad_size",
-            lambda i: f"height x width must be <= {rules.max_pixels} pixels, got {asked_height[i]}x{asked_width[i]}",
-        )  # fmt: skip
-        as_asked = (height == asked_height) & (width == asked_width)
-        return {
-            "height": _int32(height),
-            "width": _int32(width),
-            "requested_height": _int32(asked_height, mask=as_asked),
-            "requested_width": _int32(asked_width, mask=as_asked),
-        }
-
-    def _side(self, name: str, default: int, rules: RowRules) -> tuple[np.ndarray, np.ndarray]:
-        """The side that each row asks for, and the one that it gets."""
-        multiple, limit = rules.size_multiple, rules.max_side
-        asked = self._whole(name, default, reason="bad_size")
-        side = asked // multiple * multiple
-
-        def refuse(bad: np.ndarray, rule: str) -> None:
-            self._refuse(
-                bad,
-                name,
-                "bad_size",
-                lambda i: f"{name} must be {rule}, got {asked[i]}{_nearest(int(asked[i]), multiple)}",
-            )
-
-        refuse(side < multiple, f">= {multiple}")
-        refuse(asked > limit, f"<= {limit}, which is what the image format can hold")
-        if rules.size_policy == "reject":
-            refuse(side != asked, f"a multiple of {multiple}")
-        return asked, side
-
-    def _steps(self, rules: RowRules) -> pa.Array:
-        steps = self._whole("num_inference_steps", rules.num_inference_steps, reason="bad_steps")
-        self._refuse(
-            (steps < 1) | (steps > INT32_MAX), "num_inference_steps", "bad_steps",
-            lambda i: f"num_inference_steps must be >= 1, got {steps[i]}",
-        )  # fmt: skip
-        return _int32(steps)
-
-    def _guidance(self, rules: RowRules) -> pa.Array:
-        raw = self.raw.get("guidance_scale", self.nulls)
-        guidance = raw.cast(pa.float64(), safe=False).fill_null(rules.guidance_scale).to_numpy()
-        self._refuse(
-            ~(np.isfinite(guidance) & (guidance >= 0)), "guidance_scale", "bad_guidance",
-            lambda i: f"guidance_scale must be a finite number >= 0, got {guidance[i]}",
-        )  # fmt: skip
-        return pa.array(guidance)
-
-    def _seeds(self) -> pa.Array:
-        """Exact seeds; null where the row names none. Integers never pass through float."""
-        raw = self.raw.get("seed", self.nulls)
-        if pa.types.is_decimal(raw.type):
-            least, most = (pa.scalar(Decimal(limit)) for limit in (SEED_MIN, SEED_MAX))
-            inside = pc.and_(pc.greater_equal(raw, least), pc.less_equal(raw, most))
-            bad = pc.invert(pc.and_(inside, pc.equal(pc.floor(raw), raw)).fill_null(True))
-            self._refuse(
-                bad, "seed", "bad_seed", lambda i: f"seed must be an integer from -2^63 to 2^64-1, got {raw[i]}"
-            )
-            return pc.if_else(bad, None, raw).cast(SEED)
-        if pa.types.is_floating(raw.type):
-            absent = raw.is_null(nan_is_null=True)
-            return pc.if_else(absent, None, pa.array(self._whole("seed", 0, reason="bad_seed"))).cast(SEED)
-        return raw.cast(SEED)
-
-    def _whole(self, name: str, default: int, *, reason: str) -> np.ndarray:
-        """An integer column as int64, `default` where it is null or NaN. 1024.0 is 1024; nothing is rounded."""
-        raw = self.raw.get(name, self.nulls)
-        if pa.types.is_uint64(raw.type):  # what int64 cannot hold is too large for every rule anyway
-            raw = pc.min_element_wise(raw, pa.scalar(INT64_MAX, pa.uint64()), skip_nulls=False)
-        if not (pa.types.is_floating(raw.type) or pa.types.is_decimal(raw.type)):
-            return raw.cast(pa.int64()).fill_null(default).to_numpy()
-        number = raw.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
-        absent = np.isnan(number)
-        broken = ~absent & ~((np.floor(number) == number) & (np.abs(number) <= EXACT_FLOAT))
-        rule = f"{name} must be an integer (exact in a float only up to 2^53)"
-        self._refuse(broken, name, reason, lambda i: f"{rule}, got {raw[i]}")
-        return np.where(absent | broken, default, number).astype(np.int64)
-
-
-def _invalid_rows(values: pa.Array, first: int = 0) -> list[int]:
-    """Rows with text that is not UTF-8, at any depth; found by halving, so that valid columns cost one look."""
-    try:
-        values.validate(full=True)
-        return []
-    except pa.ArrowInvalid:
-        if len(values) == 1:
-            return [first]
-    half = len(values) // 2
-    low, high = (values.take(pa.array(range(a, b))) for a, b in ((0, half), (half, len(values))))
-    return _invalid_rows(low, first) + _invalid_rows(high, first + half)
-
-
-def _is_blank(text: pa.Array) -> pa.Array:
-    return pc.or_(pc.utf8_is_space(text), pc.equal(text, "")).fill_null(False)
-
-
-def _is_said(text: pa.Array) -> pa.Array:
-    return pc.and_not(text.is_valid(), _is_blank(text))
-
-
-def _negative_pass(columns: dict[str, pa.Array], rules: RowRules) -> pa.Array:
-    """Whether a row runs the transformer twice a step."""
-    if rules.guidance == "classifier_free":
-        return pc.greater(columns["guidance_scale"], 1.0)
-    return _is_said(columns["negative_prompt"])
-
-
-def _int32(values: np.ndarray, mask: np.ndarray | None = None) -> pa.Array:
-    return pa.array(np.clip(values, 0, INT32_MAX).astype(np.int32), mask=mask)  # clipped rows are refused already
-
-
-def _nearest(side: int, multiple: int) -> str:
-    low = side // multiple * multiple
-    sizes = [low, low + multiple] if low > 0 else [multiple]
-    return "" if low == side > 0 else f"; nearest {', '.join(map(str, sizes))}"
-
-
-# Hashing: derived seeds and fingerprints, the only work that Python does row by row.
-
-
-def _hashed(rows: pa.Table, rules: RowRules) -> pa.Table:
-    """Add what a row's own text decides: its seed where it names none, and its fingerprint."""
-    columns = {name: rows[name].combine_chunks() for name in rows.column_names}
-    columns["seed"] = _seeds_or_derived(columns["seed"], columns["id"], rules)
-    digests = [hashlib.sha256(text).hexdigest() for text in _encoded(columns).to_pylist()]
-    return pa.table({**columns, "fingerprint": pa.array(digests, pa.string())})
-
-
-def _seeds_or_derived(seeds: pa.Array, ids: pa.Array, rules: RowRules) -> pa.Array:
-    """Null seeds become the first 63 bits of sha256("<sampler.seed>:<id>")."""
-    if not seeds.null_count:
-        return seeds
-    absent = seeds.is_null()
-    texts = ids.filter(absent).to_pylist()
-    digests = b"".join(hashlib.sha256(f"{rules.seed}:{row_id}".encode()).digest()[:8] for row_id in texts)
-    derived = pa.array((np.frombuffer(digests, ">u8") >> 1).astype(np.int64)).cast(SEED)
-    return pc.replace_with_mask(seeds, absent, derived)
-
-
-def _encoded(columns: dict[str, pa.Array]) -> pa.Array:
-    """Each row, except its number, as bytes that no other row content gives."""
-    fields = [part for name, values in columns.items() if name not in ("row", "extra") for part in _framed(values)]
-    if "extra" in columns:
-        fields += _encoded_extra(columns["extra"])
-    return pc.binary_join_element_wise(*fields, b"|", null_handling="replace", null_replacement=b"~")
-
-
-def _encoded_extra(extra: pa.StructArray) -> list[pa.Array]:
-    """By name; a null is nothing, so that a new column that says nothing leaves a row what it was."""
-    named = sorted(zip(extra.type.names, extra.flatten(), strict=True), key=lambda pair: pair[0])
-    heads = [f"{len(name.encode())}:{name}".encode() for name, _ in named]
-    parts = [
-        pc.binary_join_element_wise(head, *_framed(values), b":")
-        for head, (_, values) in zip(heads, named, strict=True)
-    ]
-    return [pc.binary_join_element_wise(*parts, b"", null_handling="replace", null_replacement=b"")]
-
-
-def _framed(values: pa.Array) -> list[pa.Array]:
-    """The number of bytes of each value, and the bytes."""
-    text = _as_bytes(values)
-    return [pc.binary_length(text).cast(pa.string()).cast(pa.binary()), text]
-
-
-def _as_bytes(values: pa.Array) -> pa.Array:
-    """Exact and the same in every release: floats and times by their bits, nested values as Python writes them."""
-    kind = values.type
-    if _is_text(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
-        return values.cast(pa.binary())
-    if pa.types.is_floating(kind) or pa.types.is_temporal(kind):
-        values = values.view(f"int{kind.bit_width}")
-    elif not (pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_decimal(kind)):
-        texts = [value if value is None else repr(value).encode() for value in values.to_pylist()]
-        return pa.array(texts, pa.binary())
-    return values.cast(pa.string()).cast(pa.binary())
+def _holds_map(kind: pa.DataType) -> bool:
+    return pa.types.is_map(kind) or any(_holds_map(kind.field(i).type) for i in range(kind.num_fields))

@@ -26,7 +26,7 @@ from fluxbatch.errors import FluxbatchError
 from fluxbatch.folder import RunFolder
 from fluxbatch.ledger import Ledger, failed_rows, row_counts
 from fluxbatch.metrics import finite
-from fluxbatch.planner import RunPlan
+from fluxbatch.planfile import RunPlan
 from fluxbatch.progress import duration
 from fluxbatch.records import BatchPlan, Bucket, RowCounts
 

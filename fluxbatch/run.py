@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +22,12 @@ from fluxbatch.ledger import Ledger
 from fluxbatch.manifest import open_manifest
 from fluxbatch.metrics import GpuSampler, MetricsLog, write_prometheus
 from fluxbatch.plan import batch_size
-from fluxbatch.planner import Changes, RunPlan, add_retry, prepare
+from fluxbatch.planfile import RunPlan
+from fluxbatch.planner import Changes, add_retry, prepare
 from fluxbatch.progress import Progress
 from fluxbatch.ranks import Rank
-from fluxbatch.records import Batch, CompressedBatch, RowCounts, ShardCommit, ShardPlan
+from fluxbatch.records import CompressedBatch, RowCounts, ShardPlan
+from fluxbatch.share import Share
 from fluxbatch.stop import Stop, seconds_left
 
 if TYPE_CHECKING:
@@ -65,73 +67,6 @@ def run_job(cfg: JobConfig, *, load: LoadModel | None = None) -> tuple[RowCounts
         stop.check()
         counts = _finish(share, description, changes)
     return counts, _exit_code(counts, cfg)
-
-
-@dataclass
-class Share:
-    """Our rank's shards: which batches are still to be made, and the step from batches on disk to a ledger line."""
-
-    folder: RunFolder
-    plan: RunPlan
-    ledger: Ledger
-    cfg: JobConfig
-    rank: Rank
-    missing: dict[int, set[int]] = field(default_factory=dict)  # open shard -> its batches that are not on disk
-
-    def settle_all(self) -> list[ShardPlan]:
-        """Commit every shard that needs no GPU any more; returns the shards with batches to make."""
-        for path in (self.folder.data, self.folder.failures, self.folder.batches, self.folder.root):
-            commit.remove_temporaries(path)
-        on_disk = shards.committed_batches(self.folder)
-        ours = (shard for shard in self.plan.shards() if self.rank.owns(shard.index))
-        return [shard for shard in ours if not self._is_settled(shard, on_disk)]
-
-    def _is_settled(self, shard: ShardPlan, on_disk: set[int]) -> bool:
-        batches = {batch.index for batch in shard.batches}
-        if self.ledger.complete(shard):
-            if batches & on_disk:  # killed between the ledger line and the clearing up
-                shards.remove_batches(self.folder, shard)
-            return True
-        missing = batches - on_disk
-        if not missing:
-            self.settle(shard)
-            return True
-        found = self._adopt(shard)
-        if found:
-            log.warning("shard %d stood there without its ledger line; it is whole and was taken over", shard.index)
-            self._record(shard, found)
-            return True
-        self.missing[shard.index] = missing
-        return False
-
-    def _adopt(self, shard: ShardPlan) -> list[ShardCommit]:
-        if not shards.stands(self.folder, shard, output=self.cfg.output):
-            return []
-        return shards.adopt(self.folder, shard, self.plan.rows(shard), output=self.cfg.output)
-
-    def settle(self, shard: ShardPlan) -> None:
-        """All batches of a shard are on disk: make its file, then its ledger line, then drop the batches."""
-        commits = shards.compact(self.folder, shard, self.plan.rows(shard), output=self.cfg.output)
-        self._record(shard, commits)
-
-    def _record(self, shard: ShardPlan, commits: list[ShardCommit]) -> None:
-        self.ledger.append(self.folder, self.rank.index, commits)
-        shards.remove_batches(self.folder, shard)
-
-    def batches(self, work: list[ShardPlan]) -> Iterator[Batch]:
-        """The batches to make, in plan order."""
-        for shard in work:
-            for batch in shard.batches:
-                if batch.index in self.missing[shard.index]:
-                    yield self.plan.batch(batch)
-
-    def commit(self, done: CompressedBatch) -> None:
-        """Make a finished batch durable, and its shard when it was the last one missing."""
-        shards.commit_batch(self.folder, done)
-        missing = self.missing[done.batch.plan.shard]
-        missing.discard(done.batch.plan.index)
-        if not missing:
-            self.settle(self.plan.shard(done.batch.plan.shard))
 
 
 def _render(share: Share, work: list[ShardPlan], *, stop: Stop, load: LoadModel) -> None:

@@ -21,7 +21,7 @@ from fluxbatch import commit, writers
 from fluxbatch.errors import FluxbatchError
 from fluxbatch.folder import RunFolder
 from fluxbatch.ledger import Ledger, row_counts, shard_of
-from fluxbatch.planner import RunPlan
+from fluxbatch.planfile import RunPlan
 from fluxbatch.records import RowCounts, ShardCommit, ShardPlan
 from fluxbatch.writers import StoredRow
 

@@ -83,6 +83,12 @@ def test_plan_exits_4_with_the_reasons_of_rejected_rows(tmp_path: Path) -> None:
     assert done.returncode == 4 and "null_prompt: 1" in done.stdout
 
 
+def test_a_reader_that_stops_early_gets_no_complaint() -> None:
+    command = f"{sys.executable} -m fluxbatch plan job=demo | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_help_and_cfg_print_and_exit_0() -> None:
     shown = fluxbatch("--help")
     assert shown.returncode == 0 and "75 interrupted" in shown.stdout and "flux2_klein_4b" in shown.stdout

@@ -14,7 +14,8 @@ RANKS = [
     {"errors", "records", "folder", "process", "tiny"},
     {"commit", "config"},
     {"compose", "ranks", "stop", "lease", "job", "plan"},
-    {"manifest", "estimate"},
+    {"rows", "estimate"},
+    {"manifest", "planfile"},
     {"planner"},
     {"writers"},
     {"shards"},
@@ -24,6 +25,7 @@ RANKS = [
     {"pipeline"},
     {"card", "contact_sheet", "throughput"},
     {"report"},
+    {"share"},
     {"run"},
     {"verbs"},
     {"__main__", "bench"},
@@ -75,7 +77,19 @@ def test_files_and_decisions_never_import_torch_at_the_door(path: Path) -> None:
 
 @pytest.mark.parametrize("room_of_tensors", ["pipeline", "models"])
 def test_tensors_never_know_that_files_of_a_run_exist(room_of_tensors: str) -> None:
-    files = {"commit", "shards", "writers", "ledger", "planner", "manifest", "verify", "lease", "job"}
+    files = {
+        "commit",
+        "shards",
+        "writers",
+        "ledger",
+        "planner",
+        "planfile",
+        "manifest",
+        "rows",
+        "verify",
+        "lease",
+        "job",
+    }
     for path in (PACKAGE / room_of_tensors).glob("*.py"):
         assert not our_rooms(path) & files, path
 

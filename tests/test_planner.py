@@ -11,12 +11,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fluxbatch import planner
+from fluxbatch import planfile, planner
 from fluxbatch.config import JobConfig, ManifestConfig, ModelConfig, PlanConfig, SamplerConfig
 from fluxbatch.errors import FluxbatchError, ManifestError
 from fluxbatch.folder import RunFolder
 from fluxbatch.manifest import Manifest, open_manifest
-from fluxbatch.planner import RunPlan, Survey, add_retry, prepare, survey
+from fluxbatch.planfile import RunPlan
+from fluxbatch.planner import Survey, add_retry, prepare, survey
 from fluxbatch.records import Bucket, RowRules
 
 RULES = {
@@ -37,7 +38,7 @@ class Job:
 
     def __init__(self, root: Path) -> None:
         self.manifest, self.folder = root / "manifest", RunFolder(root / "run")
-        self.manifest.mkdir()
+        self.manifest.mkdir(parents=True)
         self.cfg = JobConfig(
             manifest=ManifestConfig(path=str(self.manifest)),
             model=ModelConfig(),
@@ -83,7 +84,7 @@ def test_the_plan_has_the_largest_images_first_and_rows_in_manifest_order(job: J
 
 
 def test_every_row_is_recorded_with_its_place_and_the_manifests_own_columns(job: Job, monkeypatch):
-    monkeypatch.setattr(planner, "GROUP_ROWS", 7)  # shards of 5 rows cross the edges of row groups
+    monkeypatch.setattr(planfile, "GROUP_ROWS", 7)  # shards of 5 rows cross the edges of row groups
     job.write(rows_of(*range(20), 20))
     plan, _ = job.start()
     for shard in plan.shards():
@@ -129,7 +130,7 @@ def test_br05_prompts_arrive_byte_for_byte(job: Job):
 
 
 def test_br06_a_row_group_of_the_plan_holds_bounded_bytes(job: Job, monkeypatch):
-    monkeypatch.setattr(planner, "GROUP_BYTES", 10_000)
+    monkeypatch.setattr(planfile, "GROUP_BYTES", 10_000)
     monkeypatch.setattr("fluxbatch.manifest.CHUNK_ROWS", 3)
     job.write([{"id": str(n), "prompt": f"{n}" * 2000} for n in range(10, 40)])
     plan, _ = job.start()
@@ -211,7 +212,7 @@ def test_br08_keep_first_rejects_the_later_rows(job: Job):
         (2, "id-1", "duplicate_id"),
         (3, "id-0", "duplicate_id"),
     ]
-    assert "row 0 (m.parquet, row 0)" in rejected[1]["message"]
+    assert rejected[1]["message"] == "id must stand once, is that of row 0 (m.parquet, row 0) too"
     assert (sum(found.counts.values()), found.rejected, found.rows) == (2, {"duplicate_id": 2}, 4)
     assert job.start()[1].unchanged
 
@@ -340,6 +341,31 @@ def test_added_rows_keep_to_the_columns_of_the_first_plan(job: Job):
     job.cfg.manifest.drop_columns = ["mood"]
     plan, changes = job.start()
     assert (changes.added, plan.rows(plan.shard(2)).schema) == (1, plan.rows(plan.shard(0)).schema)
+
+
+def test_requested_sizes_stand_in_the_plan_only_where_rows_may_be_floored(job: Job):
+    job.write([{"id": "a", "prompt": "x", "height": 130}, *rows_of(1)])
+    plan, _ = job.start(size_policy="floor")
+    rows = {
+        row["id"]: (row["height"], row["requested_height"], row["requested_width"])
+        for row in all_rows(plan).to_pylist()
+    }
+    assert rows == {"a": (128, 130, 128), "id-1": (512, None, None)}
+    other = Job(job.manifest / "_other")
+    other.write(rows_of(0, 1))
+    assert not [name for name in other.start()[0].schema.names if name.startswith("requested")]
+
+
+def test_a_floored_row_cannot_join_a_plan_without_requested_sizes(job: Job):
+    job.write(rows_of(0), "a.parquet")
+    job.start()
+    job.write(rows_of(1), "b.parquet")
+    assert job.start(size_policy="floor")[1].added == 1
+    job.write([{"id": "c", "prompt": "x", "height": 130}], "c.parquet")
+    before = job.files()
+    with pytest.raises(ManifestError, match=r"manifest\.size_policy must stay reject.*use another output\.dir"):
+        job.start(size_policy="floor")
+    assert job.files() == before
 
 
 def test_an_added_seed_must_fit_the_type_of_the_first_plan(job: Job):

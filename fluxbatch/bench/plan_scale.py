@@ -27,7 +27,8 @@ import pyarrow.parquet as pq
 from fluxbatch.config import JobConfig, ManifestConfig
 from fluxbatch.folder import RunFolder
 from fluxbatch.manifest import open_manifest
-from fluxbatch.planner import RunPlan, prepare, survey
+from fluxbatch.planfile import RunPlan
+from fluxbatch.planner import prepare, survey
 from fluxbatch.records import RowRules
 
 SHAPES = ((1024, 1024), (768, 1344), (1344, 768), (832, 1216), (1216, 832), (512, 512))

@@ -1,0 +1,87 @@
+"""One rank's share of a job: which batches are missing, and the way from batches on disk to a ledger line.
+
+Knows no tensors and no signals; what is drawn, and when to stop, is decided in run.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from fluxbatch import commit, shards
+from fluxbatch.config import JobConfig
+from fluxbatch.folder import RunFolder
+from fluxbatch.ledger import Ledger
+from fluxbatch.planfile import RunPlan
+from fluxbatch.ranks import Rank
+from fluxbatch.records import Batch, CompressedBatch, ShardCommit, ShardPlan
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Share:
+    """Our rank's shards: which batches are still to be made, and the step from batches on disk to a ledger line."""
+
+    folder: RunFolder
+    plan: RunPlan
+    ledger: Ledger
+    cfg: JobConfig
+    rank: Rank
+    missing: dict[int, set[int]] = field(default_factory=dict)  # open shard -> its batches that are not on disk
+
+    def settle_all(self) -> list[ShardPlan]:
+        """Commit every shard that needs no GPU any more; returns the shards with batches to make."""
+        for path in (self.folder.data, self.folder.failures, self.folder.batches, self.folder.root):
+            commit.remove_temporaries(path)
+        on_disk = shards.committed_batches(self.folder)
+        ours = (shard for shard in self.plan.shards() if self.rank.owns(shard.index))
+        return [shard for shard in ours if not self._is_settled(shard, on_disk)]
+
+    def _is_settled(self, shard: ShardPlan, on_disk: set[int]) -> bool:
+        batches = {batch.index for batch in shard.batches}
+        if self.ledger.complete(shard):
+            if batches & on_disk:  # killed between the ledger line and the clearing up
+                shards.remove_batches(self.folder, shard)
+            return True
+        missing = batches - on_disk
+        if not missing:
+            self.settle(shard)
+            return True
+        found = self._adopt(shard)
+        if found:
+            log.warning("shard %d stood there without its ledger line; it is whole and was taken over", shard.index)
+            self._record(shard, found)
+            return True
+        self.missing[shard.index] = missing
+        return False
+
+    def _adopt(self, shard: ShardPlan) -> list[ShardCommit]:
+        if not shards.stands(self.folder, shard, output=self.cfg.output):
+            return []
+        return shards.adopt(self.folder, shard, self.plan.rows(shard), output=self.cfg.output)
+
+    def settle(self, shard: ShardPlan) -> None:
+        """All batches of a shard are on disk: make its file, then its ledger line, then drop the batches."""
+        commits = shards.compact(self.folder, shard, self.plan.rows(shard), output=self.cfg.output)
+        self._record(shard, commits)
+
+    def _record(self, shard: ShardPlan, commits: list[ShardCommit]) -> None:
+        self.ledger.append(self.folder, self.rank.index, commits)
+        shards.remove_batches(self.folder, shard)
+
+    def batches(self, work: list[ShardPlan]) -> Iterator[Batch]:
+        """The batches to make, in plan order."""
+        for shard in work:
+            for batch in shard.batches:
+                if batch.index in self.missing[shard.index]:
+                    yield self.plan.batch(batch)
+
+    def commit(self, done: CompressedBatch) -> None:
+        """Make a finished batch durable, and its shard when it was the last one missing."""
+        shards.commit_batch(self.folder, done)
+        missing = self.missing[done.batch.plan.shard]
+        missing.discard(done.batch.plan.index)
+        if not missing:
+            self.settle(self.plan.shard(done.batch.plan.shard))
