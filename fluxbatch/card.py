@@ -71,8 +71,6 @@ def json_feature(kind: pa.DataType) -> dict[str, Any]:
         return json_feature(kind.value_type)
     if pa.types.is_struct(kind):
         return {"struct": [{"name": field.name, **json_feature(field.type)} for field in kind]}
-    if pa.types.is_map(kind):  # a list of pairs; a list of `datasets` has one type
-        return {"list": {"list": json_feature(kind.item_type)}}
     if _is_list(kind):
         return {"list": json_feature(kind.value_type)}
     return {"dtype": _json_dtype(kind)}

@@ -118,3 +118,12 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours}:{minutes:02d}:{rest:02d}"
     return f"{minutes}:{rest:02d}" if minutes else f"{rest} s"
+
+
+def data_size(num_bytes: float) -> str:
+    """`812 B`, `3.4 MB`: three digits, in powers of 1000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB"

@@ -27,7 +27,7 @@ from fluxbatch.folder import RunFolder
 from fluxbatch.ledger import Ledger, failed_rows, row_counts
 from fluxbatch.metrics import finite
 from fluxbatch.planfile import RunPlan
-from fluxbatch.progress import duration
+from fluxbatch.progress import data_size, duration
 from fluxbatch.records import BatchPlan, Bucket, RowCounts
 
 TEMPLATE = "report.html.jinja"
@@ -165,7 +165,7 @@ def render_html(report: Mapping[str, Any], samples: Sequence[Sample], *, points:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"duration": duration, "number": _number, "bytes": _human_bytes}
+    environment.filters |= {"duration": duration, "number": _number, "bytes": data_size}
     pictures = [{"sample": sample, "uri": _data_uri(sample.image)} for sample in samples]
     spark, peak = spark_line(points), max(points, default=0.0)
     return environment.get_template(TEMPLATE).render(report=report, pictures=pictures, spark=spark, peak=peak)
@@ -192,11 +192,3 @@ def _encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
 
 def _number(value: float | None, digits: int = 0) -> str:
     return "–" if value is None else f"{value:,.{digits}f}"
-
-
-def _human_bytes(value: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.3g} {unit}"
-        value /= 1000
-    return f"{value:.3g} TB"

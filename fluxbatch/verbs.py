@@ -10,6 +10,7 @@ from fluxbatch import config, estimate, job
 from fluxbatch.config import JobConfig
 from fluxbatch.errors import EXIT_DISCREPANCY, EXIT_DONE, EXIT_ROW_ERRORS, ConfigError
 from fluxbatch.folder import RunFolder
+from fluxbatch.progress import data_size
 from fluxbatch.records import RowCounts
 
 Answer = tuple[dict[str, Any], str, int]
@@ -71,7 +72,7 @@ def _plan_words(answer: dict[str, Any], cfg: JobConfig) -> str:
     ]
     lines += [f"batches: {answer['batches']:,} ({answer['padded']:,} padded places)", f"shards: {answer['shards']:,}"]
     lines += [
-        f"bytes: about {_human_bytes(answer['image_bytes'])} of images (a rule of thumb for {cfg.output.image_format})"
+        f"bytes: about {data_size(answer['image_bytes'])} of images (a rule of thumb for {cfg.output.image_format})"
     ]
     if answer["hours"] is not None:
         cost = estimate.COSTS[cfg.model.name]
@@ -137,11 +138,3 @@ def _word(value: Any) -> str:
     if value is None:
         return "unknown"
     return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-def _human_bytes(number: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if number < 1000:
-            return f"{number:.3g} {unit}"
-        number /= 1000
-    return f"{number:.3g} TB"

@@ -158,7 +158,7 @@ def json_value(value: Any) -> Any:
     """A column's value in strict JSON.
 
     NaN and infinities are null; dates and times ISO 8601; durations seconds; decimals (and columns of uint64) their
-    digits in a string; binary Base64; a map its list of pairs.
+    digits in a string; binary Base64.
     """
     match value:
         case None | bool() | int() | str():
