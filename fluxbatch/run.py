@@ -50,6 +50,7 @@ def run_job(cfg: JobConfig, *, load: LoadModel | None = None) -> tuple[RowCounts
     rank = ranks.resolve(cfg.run, os.environ)
     stop = Stop(grace_s=cfg.run.grace_s, deadline_s=seconds_left(cfg.run.deadline, os.environ))
     with stop, Lease(folder, rank=rank.index, world_size=rank.world_size):
+        log.info("output.dir %s, rank %d of %d", folder.root, rank.index, rank.world_size)
         description = job.open_job(folder, cfg)
         if load is None and not folder.success.exists():
             _check_model(cfg)
