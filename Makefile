@@ -15,6 +15,7 @@ $(VENV)/installed: pyproject.toml
 
 demo: setup
 	$(BIN)/python -m fluxbatch job=demo
+	@echo "next: source $(BIN)/activate; python -m fluxbatch --help"
 
 test: setup
 	$(BIN)/python -m pytest

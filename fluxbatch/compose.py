@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hydra
+import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
@@ -28,6 +29,10 @@ LITERAL_KEYS = (
     "run.deadline",
     "telemetry.prometheus_textfile",
 )
+FLAGS_WITH_VALUE = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--package", "-p", "--cfg",
+                    "-c", "--info", "-i", "--experimental-rerun")  # fmt: skip
+FLAGS = (*FLAGS_WITH_VALUE, "--help", "--hydra-help", "--version", "--resolve", "--run", "--multirun",
+         "--shell-completion")  # fmt: skip
 KINDS = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false", "String": "text"}
 
 
@@ -46,6 +51,7 @@ def with_config(overrides: list[str], do: Callable[[JobConfig], int]) -> int:
         except BaseException as error:  # kept from Hydra, which would print words of its own over it
             errors.append(error)
 
+    _refuse_stray_words(overrides)
     multirun = {"-m", "--multirun"} & set(overrides)
     sys.argv = ["fluxbatch", *(overrides if multirun else map(_literal, overrides))]
     ConfigStore.instance().store(name="schema", node=JobConfig)
@@ -57,6 +63,10 @@ def with_config(overrides: list[str], do: Callable[[JobConfig], int]) -> int:
             raise errors[0]
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_sentence(error, overrides)) from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f"{mark.name} line {mark.line + 1}" if mark else "a settings file"
+        raise ConfigError(f"{place} is not YAML: {error.problem}") from error
     return max(codes, default=0)
 
 
@@ -78,6 +88,23 @@ def _literal(argument: str) -> str:
     escaped = re.sub(r"(\\*)'", lambda match: match[1] * 2 + r"\'", value.replace("${", r"\${"))
     closing = len(escaped) - len(escaped.rstrip("\\"))  # backslashes at the end would escape the closing quote
     return f"{key}='{escaped}{chr(92) * closing}'"
+
+
+def _refuse_stray_words(arguments: list[str]) -> None:
+    """What is neither key=value nor a flag (or its value), before Hydra calls it a quoting problem."""
+    previous = ""
+    for argument in arguments:
+        if previous in ("--config-dir", "-cd") and not Path(argument).is_dir():
+            raise ConfigError(f"{previous} must name a folder, got {argument}")
+        is_flag_or_setting = argument.startswith(("-", "~")) or "=" in argument or previous in FLAGS_WITH_VALUE
+        if argument.startswith("--") and argument.partition("=")[0] not in FLAGS:
+            close = difflib.get_close_matches(argument, [*FLAGS, "--json"], n=1)
+            raise ConfigError(
+                f"{argument} is not a flag" + (f"; did you mean {close[0]}?" if close else "; see --help")
+            )
+        if not is_flag_or_setting:
+            raise ConfigError(f"{argument!r} is not key=value; was a value with a space left without quotes?")
+        previous = argument
 
 
 def _to_config(composed: DictConfig) -> JobConfig:
@@ -118,7 +145,9 @@ def _sentence(error: Exception, overrides: list[str]) -> str:
     key = getattr(cause, "full_key", None) or _key_in(str(error))
     if isinstance(error, MissingConfigException):
         return _no_such_choice(str(error))
-    if key and re.match(r"Key '.*' (is )?not in|Could not override", first):
+    if key == "job":
+        return f"{first.partition(':')[0].removeprefix('In ')} must begin with the line `# @package _global_`"
+    if key and re.search(r"Key '.*' (is )?not in|Could not override|ConfigKeyError", first):
         return _no_such_key(key)
     wrong_type = re.match(r"Value (.*) of type '.*' could not be converted to (\w+)", first)
     if key and wrong_type:
@@ -126,7 +155,12 @@ def _sentence(error: Exception, overrides: list[str]) -> str:
     if key and "not Optional" in first:
         return f"{key} must be given, got null"
     ambiguous = re.match("Ambiguous value for argument '(.*)'", first)
-    culprit = ambiguous[1] if ambiguous else _unparsable(overrides)
+    if ambiguous:
+        name, _, value = ambiguous[1].partition("=")
+        return (
+            f"{name} must be one value, got {value}; -m runs them one after another, '{name}=\"{value}\"' is one text"
+        )
+    culprit = _unparsable(overrides)
     if culprit and not key:
         name, _, value = culprit.partition("=")
         return f"{name} must be quoted for Hydra, got {value}; write '{name}=\"{value}\"' (README, Paths and quoting)"

@@ -34,7 +34,7 @@ class Cost:
 
 H200 = "one H200"
 COSTS = {
-    "tiny": Cost(8, 192, 12, 16, 0.3, 0.05, "two CPU cores"),
+    "tiny": Cost(8, 192, 12, 16, 0.3, 0.04, "one CPU core"),
     "flux1_dev": Cost(57, 3072, 12, 16, 10.5, 420, H200),
     "flux1_schnell": Cost(57, 3072, 12, 16, 10.5, 380, H200),
     "flux2_klein_4b": Cost(25, 3072, 13, 16, 10.5, 240, H200),
@@ -64,4 +64,5 @@ def _run_tflop(run: BucketRun, part: PlanPart, cost: Cost, text_tokens: int) -> 
     area = bucket.height * bucket.width
     passes = bucket.num_inference_steps * (2 if bucket.negative_pass else 1)
     image = passes * cost.forward_tflop(area // cost.latent_pixels**2 + text_tokens)
-    return run.num_rows * (image + cost.decode_tflop_per_megapixel * area / 1024**2)
+    launched = -(-run.num_rows // run.batch_size) * run.batch_size
+    return launched * (image + cost.decode_tflop_per_megapixel * area / 1024**2)

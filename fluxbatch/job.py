@@ -28,6 +28,7 @@ def open_job(folder: RunFolder, cfg: JobConfig) -> dict[str, Any]:
     """
     stored = read_job(folder)
     if stored is None:
+        _set_aside_unreadable(folder)
         _refuse_foreign_folder(folder)
         content = json.dumps(_describe(cfg), indent=1, ensure_ascii=False).encode()
         commit.publish_file(folder.job, lambda file: file.write(content))
@@ -38,20 +39,27 @@ def open_job(folder: RunFolder, cfg: JobConfig) -> dict[str, Any]:
 
 
 def read_job(folder: RunFolder) -> dict[str, Any] | None:
-    """What job.json says; None where there is none. An unreadable one is set aside, with a line in the log."""
+    """What job.json says; None where there is none, or an unreadable one."""
     try:
-        content = folder.job.read_bytes()
-    except FileNotFoundError:
-        return None
-    try:
-        stored = json.loads(content)
+        stored = json.loads(folder.job.read_bytes())
         stored["fingerprint"], stored["settings"]
         return stored
-    except (ValueError, KeyError, TypeError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+
+
+def refuse_other_settings(folder: RunFolder, cfg: JobConfig) -> None:
+    """ConfigError where the folder's job was started with other output-affecting settings. Changes nothing."""
+    stored = read_job(folder)
+    if stored is not None:
+        _refuse_differences(folder, stored["fingerprint"], fingerprint(cfg))
+
+
+def _set_aside_unreadable(folder: RunFolder) -> None:
+    if folder.job.exists():
         aside = folder.job.with_name("job.json.unreadable")
         folder.job.replace(aside)
         log.warning("%s was unreadable: set aside as %s and made anew", folder.job, aside.name)
-        return None
 
 
 def _describe(cfg: JobConfig) -> dict[str, Any]:

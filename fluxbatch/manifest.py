@@ -37,6 +37,7 @@ READ_BYTES = 2**20  # without a buffered stream, pyarrow reads a whole column ch
 OUTPUT_COLUMNS = (  # those that fluxbatch adds
     "image", "truncated", "requested_height", "requested_width", "file_name", "image_bytes", "image_sha256",
 )  # fmt: skip
+PANDAS_INDEX = re.compile(r"__index_level_\d+__")  # what pandas adds to a file that it wrote with an unnamed index
 CORRUPT = (pa.ArrowException, OSError)
 
 
@@ -169,7 +170,8 @@ def _find(path: str) -> Iterator[Source]:
     except (*CORRUPT, ImportError, ValueError) as error:
         raise ManifestError(f"manifest.path {path}: {error}") from error
     if not sources:
-        raise ManifestError(f"manifest.path {path}: no Parquet file found")
+        place = "" if "://" in path else f" (from {Path.cwd()})"
+        raise ManifestError(f"manifest.path {path}: no Parquet file found{place}")
     yield from sources
 
 
@@ -320,7 +322,10 @@ def _extra_schema(sources: Sequence[Source], *, ours: set[str], dropped: set[str
     """The manifest's own columns, with the type that holds each of them in all files."""
     schema = pa.schema([])
     for source in sources:
-        fields = [pa.field(f.name, _plain_type(f.type)) for f in source.schema if f.name not in ours | dropped]
+        names = [
+            name for name in source.schema.names if name not in ours | dropped and not PANDAS_INDEX.fullmatch(name)
+        ]
+        fields = [pa.field(name, _plain_type(source.schema.field(name).type)) for name in names]
         try:
             schema = pa.unify_schemas([schema, pa.schema(fields)], promote_options="permissive")
         except pa.ArrowException as error:

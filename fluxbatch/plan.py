@@ -131,12 +131,15 @@ def plan_order(bucket: Bucket) -> tuple[int, ...]:
     return -area, -bucket.height, -bucket.width, -bucket.num_inference_steps, -bucket.negative_pass
 
 
-def batch_size(bucket: Bucket, plan: PlanConfig) -> int:
-    """Images in one launch; `auto` is about 4 megapixels. Never more than a shard holds."""
-    size = plan.batch_size
-    if size == "auto":
-        size = min(max(AUTO_PIXELS // (bucket.height * bucket.width), 1), AUTO_MAX_IMAGES)
-    return min(size, plan.shard_size)
+def batch_size(bucket: Bucket, plan: PlanConfig, *, num_rows: int) -> int:
+    """Images in one launch of a bucket with so many rows. Never more than a shard holds.
+
+    `auto` is about 4 megapixels, and less where that spares padding: 17 rows are two launches of 9, not of 16.
+    """
+    if plan.batch_size != "auto":
+        return min(plan.batch_size, plan.shard_size)
+    most = min(max(AUTO_PIXELS // (bucket.height * bucket.width), 1), AUTO_MAX_IMAGES, plan.shard_size)
+    return -(-num_rows // -(-num_rows // most))
 
 
 def plan_part(
@@ -150,8 +153,12 @@ def plan_part(
 ) -> PlanPart:
     """Plan so many rows of each bucket; shards and batches are numbered from `first_shard` and `first_batch`."""
     buckets = sorted((bucket for bucket, num_rows in counts.items() if num_rows), key=plan_order)
-    runs = tuple(BucketRun(bucket, counts[bucket], batch_size(bucket, plan)) for bucket in buckets)
+    runs = tuple(_run(bucket, counts[bucket], plan) for bucket in buckets)
     return PlanPart(index, kind, first_shard, first_batch, plan.shard_size, runs)
+
+
+def _run(bucket: Bucket, num_rows: int, plan: PlanConfig) -> BucketRun:
+    return BucketRun(bucket, num_rows, batch_size(bucket, plan, num_rows=num_rows))
 
 
 def plan_retry(counts: Mapping[Bucket, int], parts: Sequence[PlanPart]) -> PlanPart:

@@ -178,15 +178,18 @@ def _drop_planned(keys: _Keys, plan: RunPlan, manifest: Manifest, rules: RowRule
     edited, examples = keys.edited()
     if not edited:
         return keys.drop_planned()
-    ids = ", ".join(map(_quoted, examples))
-    message = f"{edited} planned row(s) were edited since, id {ids}; give them new ids or another output.dir"
+    ids = ", ".join(map(_quoted, examples)) + (", ..." if edited > len(examples) else "")
     before, now = plan.files[-1].identity["rules"], asdict(rules)
     changed = [f"{_key(name, cfg)} was {before[name]}, is {now[name]}" for name in now if before[name] != now[name]]
     if changed:
-        message += f"; settings that rows take their values from have changed: {', '.join(changed)}"
-    if not manifest.has_ids:
-        message += "; without an id column a row is known by its place only"
-    raise ManifestError(message)
+        raise ManifestError(
+            f"{', '.join(changed)}: that changes {edited} planned rows (id {ids}); use another output.dir"
+        )
+    place = "" if manifest.has_ids else "; without an id column a row is known by its place only"
+    raise ManifestError(
+        f"{edited} planned rows were edited since (id {ids}), in a column of fluxbatch or of their own{place}; "
+        "give them new ids, or use another output.dir"
+    )
 
 
 def _key(name: str, cfg: JobConfig) -> str:

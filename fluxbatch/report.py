@@ -24,6 +24,7 @@ from fluxbatch.commit import replace_file
 from fluxbatch.contact_sheet import Sample, draw_sheet, take_samples
 from fluxbatch.errors import FluxbatchError
 from fluxbatch.folder import RunFolder
+from fluxbatch.lease import live_owners
 from fluxbatch.ledger import Ledger, failed_rows, row_counts
 from fluxbatch.metrics import finite
 from fluxbatch.planfile import RunPlan
@@ -48,6 +49,8 @@ def status(folder: RunFolder) -> dict[str, Any]:
         **asdict(counts),
         "in_open_shards": drawn,
         "complete": plan is not None and counts.pending == 0,
+        "finished": folder.success.exists(),
+        "running": [f"{owner['host']} pid {owner['pid']} rank {owner['rank']}" for owner in live_owners(folder)],
         "images_per_s": finite(throughput.images_per_s(throughput.working(recent)), digits=4),
         "eta_s": _eta_s(plan, missing, throughput.working(recent)) if plan else None,
         "last_commit": max((lines[-1]["time"] for lines in recent.values()), default=None),

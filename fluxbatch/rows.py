@@ -7,9 +7,11 @@ default filled in, its seed exact or derived, and a fingerprint; any other is a 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -140,7 +142,8 @@ class _Rows:
         asked_width, width = self._side("width", self.rules.width)
         rule = f"height x width must be <= {self.rules.max_pixels} pixels"
         bad = height * width > self.rules.max_pixels
-        self._refuse(bad, "height", "bad_size", rule, lambda i: f"{asked_height[i]}x{asked_width[i]}")
+        nearest = partial(_nearest_area, multiple=self.rules.size_multiple, max_pixels=self.rules.max_pixels)
+        self._refuse(bad, "height", "bad_size", rule, lambda i: nearest(int(asked_height[i]), int(asked_width[i])))
         as_asked = (height == asked_height) & (width == asked_width)
         return {
             "height": _int32(height),
@@ -238,6 +241,13 @@ def _negative_pass(columns: Mapping[str, pa.Array], rules: RowRules) -> pa.Array
 
 def _int32(values: np.ndarray, mask: np.ndarray | None = None) -> pa.Array:
     return pa.array(np.clip(values, 0, INT32_MAX).astype(np.int32), mask=mask)  # clipped rows are refused already
+
+
+def _nearest_area(height: int, width: int, *, multiple: int, max_pixels: int) -> str:
+    """A size that is too large, and one of its shape that is not."""
+    scale = math.sqrt(max_pixels / (height * width))
+    fitting = [max(multiple, int(side * scale) // multiple * multiple) for side in (height, width)]
+    return f"{height}x{width}; nearest {fitting[0]}x{fitting[1]}"
 
 
 def _nearest(side: int, multiple: int) -> str:

@@ -47,13 +47,13 @@ def run_job(cfg: JobConfig, *, load: LoadModel | None = None) -> tuple[RowCounts
     stopped it. `load` replaces the model (tests).
     """
     folder = RunFolder(config.output_dir(cfg))
+    if load is None and not folder.success.exists():
+        _check_model(cfg)
     rank = ranks.resolve(cfg.run, os.environ)
     stop = Stop(grace_s=cfg.run.grace_s, deadline_s=seconds_left(cfg.run.deadline, os.environ))
     with stop, Lease(folder, rank=rank.index, world_size=rank.world_size):
         log.info("output.dir %s, rank %d of %d", folder.root, rank.index, rank.world_size)
         description = job.open_job(folder, cfg)
-        if load is None and not folder.success.exists():
-            _check_model(cfg)
         plan, changes = prepare(folder, open_manifest(cfg.manifest), config.row_rules(cfg), cfg)
         _say_changes(plan, changes, cfg)
         committed = _sound_ledger(folder, rank)
@@ -61,12 +61,13 @@ def run_job(cfg: JobConfig, *, load: LoadModel | None = None) -> tuple[RowCounts
             plan = add_retry(folder, plan, ledger.failed_rows(folder, committed, plan))
         share = Share(folder, plan, committed, cfg, rank)
         work = share.settle_all()
-        stop.check()
         if work:
+            stop.check()
             folder.success.unlink(missing_ok=True)
             _render(share, work, stop=stop, load=load or _load_model)
-        stop.check()
         counts = _finish(share, description, changes)
+        if share.missing:
+            stop.check()
     return counts, _exit_code(counts, cfg)
 
 
@@ -197,7 +198,7 @@ def _drop_empty(folder: RunFolder) -> None:
 
 def _say_changes(plan: RunPlan, changes: Changes, cfg: JobConfig) -> None:
     first = plan.parts[0]
-    sizes = [batch_size(run.bucket, cfg.plan) for run in first.runs]
+    sizes = [batch_size(run.bucket, cfg.plan, num_rows=run.num_rows) for run in first.runs]
     if first.shard_size != cfg.plan.shard_size or sizes != [run.batch_size for run in first.runs]:
         log.info("the plan stands: other batch and shard sizes apply to rows added since")
     if changes.added:

@@ -84,4 +84,5 @@ class Share:
         missing = self.missing[done.batch.plan.shard]
         missing.discard(done.batch.plan.index)
         if not missing:
+            del self.missing[done.batch.plan.shard]
             self.settle(self.plan.shard(done.batch.plan.shard))

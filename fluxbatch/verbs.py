@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from fluxbatch import config, estimate, job
 from fluxbatch.config import JobConfig
 from fluxbatch.errors import EXIT_DISCREPANCY, EXIT_DONE, EXIT_ROW_ERRORS, ConfigError
 from fluxbatch.folder import RunFolder
-from fluxbatch.progress import data_size
+from fluxbatch.progress import data_size, duration
 from fluxbatch.records import RowCounts
+
+log = logging.getLogger(__name__)
 
 Answer = tuple[dict[str, Any], str, int]
 Verb = Callable[[JobConfig], Answer]
@@ -27,6 +31,8 @@ def run(cfg: JobConfig) -> Answer:
     words = [*_count_lines(counts), f"images: {folder.data}"]
     if counts.pending == 0:
         words += [f"contact sheet: {folder.contact_sheet}", f"report: {folder.report_html}"]
+    else:
+        words += [f"this rank's share is done; {counts.pending} rows are other ranks'"]
     return asdict(counts), "\n".join(words), code
 
 
@@ -37,6 +43,8 @@ def plan(cfg: JobConfig) -> Answer:
     from fluxbatch.planner import survey
 
     _require_manifest(cfg)
+    _warn_of_missing_model(cfg)
+    job.refuse_other_settings(RunFolder(config.output_dir(cfg)), cfg)
     found = survey(open_manifest(cfg.manifest), config.row_rules(cfg), cfg.manifest)
     part = plan_part(found.counts, plan=cfg.plan)
     hours = estimate.gpu_hours(part, cfg)
@@ -64,7 +72,7 @@ def plan(cfg: JobConfig) -> Answer:
 def _plan_words(answer: dict[str, Any], cfg: JobConfig) -> str:
     lines = [f"{key}: {answer[key]:,}" for key in ("rows", "accepted", "rejected")]
     lines += [f"  {reason}: {number:,}" for reason, number in answer["rejected_by_reason"].items()]
-    lines += [f"    row {example['row']}: {example['message']}" for example in answer["rejected_examples"]]
+    lines += [f"    row {e['row']}, id {e['id']}: {e['message']}" for e in answer["rejected_examples"]]
     lines += [f"buckets: {len(answer['buckets'])}"]
     lines += [
         f"  {bucket['name']}: {bucket['rows']:,} rows in batches of {bucket['batch_size']}"
@@ -77,7 +85,8 @@ def _plan_words(answer: dict[str, Any], cfg: JobConfig) -> str:
     if answer["hours"] is not None:
         cost = estimate.COSTS[cfg.model.name]
         lines += [
-            f"hours: about {answer['hours']:.2g} on {cost.hardware} (a FLOP model at {cost.tflop_per_s:g} TFLOP/s)"
+            f"hours: about {answer['hours']:.2g} ({duration(answer['hours'] * 3600)}) on {cost.hardware} "
+            f"(a FLOP model at {cost.tflop_per_s:g} TFLOP/s)"
         ]
     return "\n".join([*lines, f"output: {answer['output_dir']}"])
 
@@ -99,6 +108,8 @@ def verify(cfg: JobConfig) -> Answer:
     answer = {**asdict(counts), "discrepancies": [asdict(discrepancy) for discrepancy in found]}
     lines = [*_count_lines(counts), f"discrepancies: {len(found)}"]
     lines += [f"  {discrepancy.file}: {discrepancy.message}" for discrepancy in found]
+    if counts.pending:
+        lines += [f"incomplete: {counts.pending} rows are pending; run the same command again"]
     return answer, "\n".join(lines), EXIT_DISCREPANCY if found or not counts.balanced else EXIT_DONE
 
 
@@ -123,7 +134,15 @@ def _require_manifest(cfg: JobConfig) -> None:
         )
 
 
+def _warn_of_missing_model(cfg: JobConfig) -> None:
+    path = cfg.model.path or ""
+    if path.startswith(("/", "~", ".")) and not Path(path).expanduser().exists():
+        log.warning("model.path %s: no such folder; a run would stop here", path)
+
+
 def _existing(cfg: JobConfig) -> RunFolder:
+    if not (cfg.output.dir or cfg.run.name or cfg.manifest.path):
+        raise ConfigError("output.dir must name a run folder, got nothing")
     folder = RunFolder(config.output_dir(cfg))
     if job.read_job(folder) is None:
         raise ConfigError(f"output.dir must be a run folder (with a job.json), got {folder.root}")
