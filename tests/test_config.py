@@ -181,3 +181,42 @@ def test_no_password_of_a_url_stands_in_a_file(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     job.open_job(folder, composed("manifest.path=s3://key:secret@bucket/m.parquet"))
     assert "secret" not in folder.job.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["foo"], "'foo' is not key=value"),
+        (["--jsno"], "--jsno is not a flag; did you mean --json?"),
+        (["--config-dir", "/nowhere", "job=demo"], "--config-dir must name a folder, got /nowhere"),
+        (["output.image_format=png,jpeg"], "output.image_format must be one value, got png,jpeg; -m runs them"),
+    ],
+)
+def test_a_stray_word_on_the_command_line_is_one_sentence(arguments: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        composed(*arguments)
+    assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("manifest:\n  path: x\n", "must begin with the line `# @package _global_`"),
+        ("# @package _global_\nmanifest:\n  pth: x\n", "manifest.pth is not a setting; did you mean manifest.path?"),
+        ("# @package _global_\nmanifest: [x:\n  }\n", "nightly.yaml line 3 is not YAML"),
+    ],
+)
+def test_a_wrong_job_file_is_one_sentence(tmp_path: Path, text: str, sentence: str) -> None:
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "nightly.yaml").write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        composed("--config-dir", str(tmp_path), "job=nightly")
+    assert sentence in str(refused.value)
+
+
+def test_a_job_file_of_the_readme_composes(tmp_path: Path) -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "nightly.yaml").write_text(readme.split("```yaml\n")[1].split("```")[0])
+    cfg = composed("--config-dir", str(tmp_path), "job=nightly")
+    assert (cfg.model.name, cfg.output.kind, cfg.run.name) == ("flux1_schnell", "webdataset", "nightly")

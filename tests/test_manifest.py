@@ -384,7 +384,7 @@ def test_br09_an_impossible_size_is_rejected_with_the_nearest_ones(judge):
         "height must be >= 16, got 8; nearest 16",
         "height must be >= 16, got 0; nearest 16",
         "height must be >= 16, got -16; nearest 16",
-        "height x width must be <= 4194304 pixels, got 100000x160",
+        "height x width must be <= 4194304 pixels, got 100000x160; nearest 51200x80",
     ]
 
 
@@ -506,3 +506,9 @@ def test_a_row_is_located_in_its_file(tmp_path: Path):
     manifest = opened(tmp_path)
     assert manifest.locate(4) == "row 4 (c.parquet, row 1)"
     assert check(manifest)[1] == [Rejection(4, "row-000000004", "prompt", "null_prompt", "prompt must not be null")]
+
+
+def test_an_index_that_pandas_wrote_is_no_column_of_the_manifest(tmp_path):
+    table = pa.table({"id": ["a"], "prompt": ["x"], "__index_level_0__": [7], "price": [1.5]})
+    pq.write_table(table, tmp_path / "m.parquet")
+    assert open_manifest(ManifestConfig(path=str(tmp_path / "m.parquet"))).extra_schema.names == ["price"]

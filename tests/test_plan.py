@@ -102,7 +102,14 @@ def test_counting_needs_no_pass_over_the_rows():
     ],
 )
 def test_auto_batches_hold_about_four_megapixels_and_no_batch_exceeds_a_shard(bucket, setting, size):
-    assert batch_size(bucket, PlanConfig(batch_size=setting)) == size
+    assert batch_size(bucket, PlanConfig(batch_size=setting), num_rows=4000) == size
+
+
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 1), (15, 15), (17, 9), (33, 11), (1600, 16)])
+def test_auto_spares_padding_where_a_bucket_is_small(num_rows, size):
+    bucket = Bucket(128, 128, 28)
+    assert batch_size(bucket, PlanConfig(batch_size="auto"), num_rows=num_rows) == size
+    assert batch_size(bucket, PlanConfig(batch_size=8), num_rows=num_rows) == 8, "a number stays as it is"
 
 
 def test_br11_rows_of_one_shape_stand_together_and_its_tail_keeps_the_launch_size():

@@ -284,7 +284,7 @@ def test_an_edited_row_is_refused_with_its_id(job: Job):
     for n in (3, 5, 7, 9):
         changed[n]["prompt"] += "!"
     job.write(changed)
-    with pytest.raises(ManifestError, match=r"4 planned row.* id 'id-3', 'id-5', 'id-7'; give them new ids") as error:
+    with pytest.raises(ManifestError, match=r"4 planned rows .*\(id 'id-3', 'id-5', 'id-7', \.\.\.\)") as error:
         job.start()
     assert "'id-9'" not in str(error.value)
     assert job.files() == before
@@ -302,7 +302,7 @@ def test_any_edit_is_refused_also_one_that_makes_the_row_invalid(job: Job, edit)
 def test_a_default_that_changed_is_named(job: Job):
     job.write([{"id": "a", "prompt": "x"}])
     job.start()
-    with pytest.raises(ManifestError, match=r"'a'.*sampler\.guidance_scale was 3\.5, is 4\.0"):
+    with pytest.raises(ManifestError, match=r"sampler\.guidance_scale was 3\.5, is 4\.0.*'a'"):
         job.start(guidance_scale=4.0)
 
 

@@ -502,3 +502,9 @@ def test_prometheus_file_tells_the_rows_by_state(tmp_path: Path) -> None:
     manifest(tmp_path / "m.parquet", seeded(8))
     do(settings(tmp_path, f"telemetry.prometheus_textfile={tmp_path}/flux.prom"))
     assert 'state="written"} 8' in (tmp_path / "flux.prom").read_text()
+
+
+def test_a_finished_job_is_finished_whatever_the_deadline(tmp_path: Path) -> None:
+    manifest(tmp_path / "m.parquet", rows(5))
+    do(settings(tmp_path))
+    assert do(settings(tmp_path, "run.deadline=+1"))[1] == 0
