@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -32,7 +33,7 @@ def _main(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return _refuse("interrupted; the same command goes on", EXIT_INTERRUPTED)
     except OSError as error:
-        return _refuse(f"{error.filename or 'the disk'}: {error.strerror or error}", EXIT_FATAL, error)
+        return _refuse(_disk_sentence(error), EXIT_FATAL, error)
 
 
 def _parse(arguments: list[str]) -> tuple[str, bool, list[str]]:
@@ -59,6 +60,12 @@ def _say(text: str) -> None:
         print(text, flush=True)
     except BrokenPipeError:  # `| head` has read enough; the work is done and its exit code stands
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _disk_sentence(error: OSError) -> str:
+    told = f"{error.filename or 'the disk'}: {error.strerror or error}"
+    no_room = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return f"{told}; make room and run the same command again, what is committed is safe" if no_room else told
 
 
 def _refuse(what: Exception | str, code: int, error: BaseException | None = None) -> int:

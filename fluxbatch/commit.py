@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -21,7 +22,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar, cast
 
 from fluxbatch import process
 
@@ -60,6 +61,24 @@ def _fsync_path(path: Path) -> None:
         os.fsync(file.fileno())
 
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _names_path(function: Function) -> Function:
+    """A failed write or fsync knows no file name; tell it the one that was to be made."""
+
+    @functools.wraps(function)
+    def named(path: Path, *arguments: Any, **options: Any) -> Any:
+        try:
+            return function(path, *arguments, **options)
+        except OSError as error:
+            error.filename = error.filename or str(path)
+            raise
+
+    return cast(Function, named)
+
+
+@_names_path
 def publish_file(path: Path, write: Callable[[BinaryIO], object]) -> bool:
     """Write a file whole, then create it under `path` if nothing stands there.
 
@@ -90,6 +109,7 @@ def _create(path: Path, temporary: Path) -> bool:
     return True
 
 
+@_names_path
 def publish_folder(path: Path, fill: Callable[[Path], None]) -> bool:
     """Fill a folder (at least one file), fsync all of it, then rename it to `path` if nothing stands there.
 
@@ -119,6 +139,7 @@ def publish_folder(path: Path, fill: Callable[[Path], None]) -> bool:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+@_names_path
 def replace_file(path: Path, content: bytes) -> None:
     """Replace a small state file of one owner. Never for data."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -134,6 +155,7 @@ def replace_file(path: Path, content: bytes) -> None:
             temporary.unlink()
 
 
+@_names_path
 def append_lines(path: Path, records: list[dict[str, Any]]) -> None:
     """Append JSON lines in one write and make them durable. A line torn by an earlier crash is closed off first."""
     path.parent.mkdir(parents=True, exist_ok=True)

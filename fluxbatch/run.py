@@ -9,6 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,6 +91,7 @@ def _render(share: Share, work: list[ShardPlan], *, stop: Stop, load: LoadModel)
         draining=stop.requested,
     )
     with (
+        closing(finished),  # an exception here must not leave the stages' threads to a dying interpreter
         GpuSampler(cfg.telemetry.nvml, _device_uuid(model)) as gpu,
         Progress(cfg.telemetry, total=before.rows - before.rejected, done=before.written + before.failed) as progress,
     ):

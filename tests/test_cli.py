@@ -156,3 +156,33 @@ def test_killed_and_started_again_the_embedded_model_writes_the_same_bytes(tmp_p
 def test_br42_manifest_paths_of_any_letters(tmp_path: Path, name: str) -> None:
     (tmp_path / name).parent.mkdir(exist_ok=True)
     assert fluxbatch("plan", manifest(tmp_path / name, ROWS), *SMALL).returncode == 0
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Any:
+    """A real file system of 400 kB; skipped where mounting is not allowed."""
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(mount)], capture_output=True)
+    if done.returncode:
+        pytest.skip(f"mounting a small tmpfs needs root: {done.stderr.decode().strip()}")
+    yield mount
+    subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+def test_a_full_disk_is_one_sentence_with_the_path_and_with_room_again_the_same_command_finishes(
+    tmp_path: Path, small_disk: Path
+) -> None:
+    rows = [{"id": f"r{n}", "prompt": f"p {n}", "height": 256, "width": 256} for n in range(40)]
+    settings = [manifest(tmp_path / "m.parquet", rows), f"output.dir={small_disk}/run", "output.image_format=jpeg",
+                "sampler.num_inference_steps=1", "plan.batch_size=2", "plan.shard_size=8"]  # fmt: skip
+    command = [sys.executable, str(ROOT / "tests" / "run_fake.py"), "run", *settings]
+    full = subprocess.run(command, capture_output=True, text=True)
+    assert full.returncode == 1
+    assert "No space left on device; make room" in full.stderr.splitlines()[-1]
+    assert str(small_disk) in full.stderr.splitlines()[-1]
+    assert not list(small_disk.rglob(".tmp-*"))
+    subprocess.run(["mount", "-o", "remount,size=40m", str(small_disk)], check=True)
+    assert subprocess.run(command, capture_output=True).returncode == 0
+    answer = json.loads(fluxbatch("verify", "--json", f"output.dir={small_disk}/run").stdout)
+    assert (answer["written"], answer["failed"], answer["discrepancies"]) == (40, 0, [])

@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -50,7 +50,7 @@ def run_pipeline(
     model_cfg: ModelConfig,
     output: OutputConfig,
     draining: Callable[[], bool] = lambda: False,
-) -> Iterator[CompressedBatch]:
+) -> Generator[CompressedBatch]:
     """Finished batches in order. Once `draining()` is true no further batch is launched.
 
     A row that fails is a result; any other exception of a stage is raised here, in the caller's thread, with its own
@@ -68,7 +68,7 @@ def run_pipeline(
 
 def _serial(
     staged: Iterator[StagedBatch], launch: Launcher, outputs: Ring, *, output: OutputConfig
-) -> Iterator[CompressedBatch]:
+) -> Generator[CompressedBatch]:
     for batch in staged:
         host = transfer.receive(launch(batch))
         rows = [compress.compress_row(host, row, output) for row in range(len(host.batch.requests))]
@@ -85,7 +85,7 @@ class _Stages:
     draining: Callable[[], bool]
 
 
-def _double_buffered(stages: _Stages, *, output: OutputConfig, depth: int, workers: int) -> Iterator[CompressedBatch]:
+def _double_buffered(stages: _Stages, *, output: OutputConfig, depth: int, workers: int) -> Generator[CompressedBatch]:
     staged: Channel[StagedBatch] = Channel(depth)
     launched: Channel[LaunchedBatch] = Channel(depth)
     compressing: Channel[compress.CompressingBatch] = Channel(depth)
