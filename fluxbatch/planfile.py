@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -24,6 +26,8 @@ from fluxbatch.folder import RunFolder
 from fluxbatch.plan import PlanPart
 from fluxbatch.records import Batch, BatchPlan, Rejection, Request, ShardPlan
 from fluxbatch.rows import SEED
+
+log = logging.getLogger(__name__)
 
 GROUP_ROWS = 65_536  # in one row group of a plan file, and
 GROUP_BYTES = 64 * 2**20  # its text: a reader holds two groups
@@ -60,7 +64,11 @@ class RunPlan:
             return None
         if not folder.rejected.exists():
             return cls(files, num_rejected=0, planned=None)
-        metadata, footer = _read_footer(folder.rejected)
+        try:
+            metadata, footer = _read_footer(folder.rejected)
+        except FluxbatchError as error:  # derived from the manifest: the next start compares again and makes it anew
+            log.warning("%s", error)
+            return cls(files, num_rejected=0, planned=None)
         return cls(files, num_rejected=metadata.num_rows, planned=footer)
 
     @property
@@ -102,7 +110,7 @@ class RunPlan:
         """The id and fingerprint of every row."""
         for file in self.files:
             if file.part.kind == "rows":
-                with pq.ParquetFile(file.path) as rows:
+                with _naming_damage(file.path), pq.ParquetFile(file.path, page_checksum_verification=True) as rows:
                     for batch in rows.iter_batches(columns=["id", "fingerprint"]):
                         yield pa.Table.from_batches([batch])
 
@@ -119,7 +127,7 @@ class RunPlan:
 
     @staticmethod
     def _read_group(path: Path, group: int) -> pa.Table:
-        with pq.ParquetFile(path) as file:
+        with _naming_damage(path), pq.ParquetFile(path, page_checksum_verification=True) as file:
             return file.read_row_group(group)
 
 
@@ -127,16 +135,25 @@ def _plan_files(folder: RunFolder) -> Iterator[PlanFile]:
     index = 0
     while (path := folder.plan(index)).exists():
         metadata, footer = _read_footer(path)
-        part = PlanPart.from_json(footer.pop("part"))
+        with _naming_damage(path):
+            part = PlanPart.from_json(footer.pop("part"))
+            if part.num_rows != metadata.num_rows:
+                raise ValueError(f"{metadata.num_rows} rows for a plan of {part.num_rows}")
         sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
         yield PlanFile(path, part, footer, metadata.schema.to_arrow_schema(), np.cumsum([0, *sizes]))
         index += 1
 
 
 def _read_footer(path: Path) -> tuple[pq.FileMetaData, dict[str, Any]]:
-    try:
+    with _naming_damage(path):
         metadata = pq.read_metadata(path)
         return metadata, json.loads(metadata.metadata[FOOTER])
+
+
+@contextmanager
+def _naming_damage(path: Path) -> Iterator[None]:
+    try:
+        yield
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
         raise FluxbatchError(f"{path}: not a file that fluxbatch wrote whole: {error}") from error
 
@@ -185,7 +202,13 @@ def publish_part(
     def write(file: BinaryIO) -> None:
         first_row = 0
         with pq.ParquetWriter(
-            file, schema, compression="zstd", compression_level=1, use_dictionary=["bucket"], write_statistics=False
+            file,
+            schema,
+            compression="zstd",
+            compression_level=1,
+            use_dictionary=["bucket"],
+            write_statistics=False,
+            write_page_checksum=True,
         ) as writer:
             for group in _grouped(rows):
                 writer.write_table(_placed(group, part, first_row, schema))

@@ -33,7 +33,7 @@ class Share:
 
     def settle_all(self) -> list[ShardPlan]:
         """Commit every shard that needs no GPU any more; returns the shards with batches to make."""
-        for path in (self.folder.data, self.folder.failures, self.folder.batches, self.folder.root):
+        for path in (self.folder.data, self.folder.failures, self.folder.batches, self.folder.locks, self.folder.root):
             commit.remove_temporaries(path)
         on_disk = shards.committed_batches(self.folder)
         ours = (shard for shard in self.plan.shards() if self.rank.owns(shard.index))

@@ -46,10 +46,13 @@ def verify(folder: RunFolder, *, decode: bool) -> tuple[RowCounts, list[Discrepa
     ledger = Ledger.read(folder)
     plan = RunPlan.open(folder)
     if plan is None:
-        return RowCounts(0, 0, 0, 0, 0), [Discrepancy(folder.plan().name, "is missing; without it no row can be told")]
+        lost = Discrepancy(folder.plan().name, "is missing; without it no row can be told")
+        return RowCounts(0, 0, 0, 0, 0), [lost] if standing or ledger.commits else []  # else: stopped before its plan
     counts = row_counts(folder, plan, ledger)
     check = _Check(folder, plan, ledger, parts, decode)
     found = [*check.shards(), *check.unnamed(standing)]
+    if folder.rejected.exists() and plan.planned is None:
+        found.append(Discrepancy(folder.rejected.name, "cannot be read; the next run makes it again"))
     if folder.success.exists() and counts.pending == 0:
         found += _leftovers(folder)
     return counts, found

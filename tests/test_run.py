@@ -508,3 +508,27 @@ def test_a_finished_job_is_finished_whatever_the_deadline(tmp_path: Path) -> Non
     manifest(tmp_path / "m.parquet", rows(5))
     do(settings(tmp_path))
     assert do(settings(tmp_path, "run.deadline=+1"))[1] == 0
+
+
+def test_a_damaged_rejected_file_is_found_by_verify_and_made_again(tmp_path: Path) -> None:
+    manifest(tmp_path / "m.parquet", [*rows(5), {"id": "bad", "prompt": None}])
+    do(settings(tmp_path))
+    rejected = tmp_path / "run" / "rejected.parquet"
+    rejected.write_bytes(b"garbage")
+    assert [found.file for found in verify(RunFolder(tmp_path / "run"), decode=False)[1]] == ["rejected.parquet"]
+    assert do(settings(tmp_path))[0].rejected == 1
+    sound(tmp_path / "run")
+
+
+def test_a_flipped_byte_of_the_plan_stops_with_its_name(tmp_path: Path) -> None:
+    manifest(tmp_path / "m.parquet", rows(5))
+    do(settings(tmp_path))
+    path = tmp_path / "run" / "plan.parquet"
+    content = path.read_bytes()
+    for place in range(50, len(content), 97):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        try:
+            counts, _ = do(settings(tmp_path))
+            assert counts.written == 5
+        except FluxbatchError as error:
+            assert "plan.parquet" in str(error) or "shard-" in str(error)

@@ -212,8 +212,13 @@ def test_br35_leftover_temporaries_are_named_once_the_run_is_finished(folder: Ru
     assert the_one(folder) == ("data/.tmp-shard-00000.parquet-123", "is left over from a killed run; delete it")
 
 
-def test_a_folder_without_a_plan_is_named(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_plan_is_named_and_a_run_stopped_before_its_plan_is_sound(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(verify, "RunPlan", SimpleNamespace(open=lambda folder: None))
+    assert found(folder) == []
+    folder.data.mkdir(parents=True, exist_ok=True)
+    (folder.data / "shard-00000.parquet").write_bytes(b"x")
     assert the_one(folder)[0] == "plan.parquet"
 
 
