@@ -59,14 +59,16 @@ def with_config(overrides: list[str], do: Callable[[JobConfig], int]) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name="config")(task)()
-        if errors:
-            raise errors[0]
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_sentence(error, overrides)) from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f"{mark.name} line {mark.line + 1}" if mark else "a settings file"
         raise ConfigError(f"{place} is not YAML: {error.problem}") from error
+    except Exception as error:  # what Hydra makes of a group that is null, a number or a list
+        raise ConfigError(f"{' '.join(overrides)} cannot be composed: {_first_line(str(error))}") from error
+    if errors:
+        raise errors[0]
     return max(codes, default=0)
 
 

@@ -20,6 +20,7 @@ MAX_SIDE = {"png": 2**31 - 1, "jpeg": 65_500, "webp": 16_383}  # what libjpeg an
 FAMILIES = ("flux1", "flux2")
 GUIDANCE = ("embedded", "classifier_free", "none")
 DTYPES = ("float32", "bfloat16", "float16")
+INT32_MAX = 2**31 - 1  # more of anything is a slip of the finger
 SEED_MIN, SEED_MAX = -(2**63), 2**64 - 1
 
 
@@ -172,7 +173,7 @@ def _is_int(value: Any, low: int, high: float = math.inf) -> bool:
 
 
 def _at_least(low: int) -> tuple[Callable[[Any], bool], str]:
-    return (lambda value: _is_int(value, low)), f"must be a whole number >= {low}"
+    return (lambda value: _is_int(value, low, INT32_MAX)), f"must be a whole number >= {low}"
 
 
 def _one_of(*choices: str) -> tuple[Callable[[Any], bool], str]:
@@ -186,7 +187,7 @@ def _dtype_or_null(value: Any) -> bool:
 RULES: tuple[Rule, ...] = (
     ("manifest.size_policy", *_one_of("reject", "floor")),
     ("manifest.on_duplicate", *_one_of("refuse", "keep_first")),
-    ("manifest.memory_gib", lambda v: 0.1 <= v < math.inf, "must be a number >= 0.1"),
+    ("manifest.memory_gib", lambda v: 0.1 <= v <= 1e6, "must be a number from 0.1 to a million"),
     ("model.family", *_one_of(*FAMILIES)),
     ("model.dtype", *_one_of(*DTYPES)),
     ("model.text_encoder_dtype", _dtype_or_null, f"must be null or one of {', '.join(DTYPES)}"),
@@ -209,7 +210,7 @@ RULES: tuple[Rule, ...] = (
     ("sampler.guidance_scale", lambda v: 0 <= v < math.inf, "must be a finite number >= 0"),
     ("sampler.true_cfg_scale", lambda v: 0 <= v < math.inf, "must be a finite number >= 0"),
     ("sampler.seed", lambda v: _is_int(v, SEED_MIN, SEED_MAX), "must be from -2^63 to 2^64-1"),
-    ("plan.batch_size", lambda v: v == "auto" or _is_int(v, 1), "must be auto or a whole number >= 1"),
+    ("plan.batch_size", lambda v: v == "auto" or _is_int(v, 1, INT32_MAX), "must be auto or a whole number >= 1"),
     ("plan.shard_size", *_at_least(1)),
     ("plan.tail", *_one_of("pad")),
     ("pipeline.mode", *_one_of("double_buffered", "serial")),
@@ -243,8 +244,15 @@ def check(cfg: JobConfig) -> None:
         value = setting(cfg, key)
         if not holds(value):
             raise ConfigError(f"{key} {rule}, got {value!r}")
+    _check_text(cfg)
     _check_sizes(cfg)
     _check_ranks(cfg.run)
+
+
+def _check_text(cfg: JobConfig) -> None:
+    for key in ("manifest.path", "output.dir", "model.path", "run.name"):
+        if "\\udc" in ascii(setting(cfg, key)):  # how Python carries a byte that is no UTF-8
+            raise ConfigError(f"{key} must be UTF-8, got {setting(cfg, key)!a}")
 
 
 def _check_sizes(cfg: JobConfig) -> None:

@@ -342,7 +342,17 @@ def _extra_schema(sources: Sequence[Source], *, ours: set[str], dropped: set[str
                 f"column {name} must not hold maps, which `datasets` cannot open, its type is {kind}; {hint}, "
                 "or cast it to a list of structs"
             )
+        if _holds_nested_null(kind):
+            raise ManifestError(
+                f"column {name} must not hold a nested null type, its type is {kind}; {hint}, or cast it"
+            )
     return schema
+
+
+def _holds_nested_null(kind: pa.DataType) -> bool:
+    """A list or struct field that was never filled; Arrow cannot take rows out of it again."""
+    inner = [kind.field(i).type for i in range(kind.num_fields)]
+    return any(pa.types.is_null(part) or _holds_nested_null(part) for part in inner)
 
 
 def _holds_map(kind: pa.DataType) -> bool:

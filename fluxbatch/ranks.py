@@ -23,6 +23,16 @@ class Rank:
 
 def resolve(run: RunConfig, environ: Mapping[str, str]) -> Rank:
     """`run.rank` and `run.world_size`; else torchrun's variables; else srun's, inside a step; else one process."""
+    try:
+        rank = _from(run, environ)
+    except ValueError as error:
+        raise ConfigError(f"the launcher's variables must be whole numbers: {error}") from error
+    if not 0 <= rank.index < rank.world_size:
+        raise ConfigError(f"the rank must be from 0 to the world size - 1, got {rank.index} of {rank.world_size}")
+    return rank
+
+
+def _from(run: RunConfig, environ: Mapping[str, str]) -> Rank:
     if run.rank is not None and run.world_size is not None:
         return Rank(run.rank, run.world_size, int(environ.get("LOCAL_RANK", environ.get("SLURM_LOCALID", 0))))
     if all(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from fluxbatch import commit, config, job, ledger, ranks, report, shards
 from fluxbatch.config import JobConfig
-from fluxbatch.errors import EXIT_DONE, EXIT_ROW_ERRORS, FluxbatchError
+from fluxbatch.errors import EXIT_DONE, EXIT_ROW_ERRORS, ConfigError, FluxbatchError
 from fluxbatch.folder import RunFolder
 from fluxbatch.lease import Lease
 from fluxbatch.ledger import Ledger
@@ -48,6 +48,8 @@ def run_job(cfg: JobConfig, *, load: LoadModel | None = None) -> tuple[RowCounts
     stopped it. `load` replaces the model (tests).
     """
     folder = RunFolder(config.output_dir(cfg))
+    if folder.root.exists() and not folder.root.is_dir():
+        raise ConfigError(f"output.dir must be a folder, got the file {folder.root}")
     if load is None and not folder.success.exists():
         _check_model(cfg)
     rank = ranks.resolve(cfg.run, os.environ)
@@ -186,8 +188,12 @@ def _finish(share: Share, description: dict[str, Any], changes: Changes) -> RowC
 
 
 def _tell_prometheus(folder: RunFolder, cfg: JobConfig) -> None:
-    if cfg.telemetry.prometheus_textfile:
+    if not cfg.telemetry.prometheus_textfile:
+        return
+    try:
         write_prometheus(Path(cfg.telemetry.prometheus_textfile), report.status(folder))
+    except OSError as error:  # telemetry never stops a job
+        log.warning("telemetry.prometheus_textfile %s: %s", cfg.telemetry.prometheus_textfile, error.strerror)
 
 
 def _drop_empty(folder: RunFolder) -> None:

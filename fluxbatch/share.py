@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from fluxbatch import commit, shards
 from fluxbatch.config import JobConfig
+from fluxbatch.errors import FluxbatchError
 from fluxbatch.folder import RunFolder
 from fluxbatch.ledger import Ledger
 from fluxbatch.planfile import RunPlan
@@ -80,6 +81,10 @@ class Share:
 
     def commit(self, done: CompressedBatch) -> None:
         """Make a finished batch durable, and its shard when it was the last one missing."""
+        if not self.folder.job.exists():  # else the batches would go on under a bare mount point
+            raise FluxbatchError(
+                f"{self.folder.job} is gone: output.dir was moved or unmounted; nothing more is written"
+            )
         shards.commit_batch(self.folder, done)
         missing = self.missing[done.batch.plan.shard]
         missing.discard(done.batch.plan.index)

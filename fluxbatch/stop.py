@@ -20,6 +20,14 @@ log = logging.getLogger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
+def exit_on_signals() -> None:
+    """Until `Stop` takes over there is nothing in flight: a signal ends the process at once, with 75."""
+    for number in SIGNALS:
+        signal.signal(
+            number, lambda number, _: _exit_now(f"{signal.Signals(number).name}: nothing was in flight; exit 75")
+        )
+
+
 class Stop:
     """Turns the first signal, or the coming deadline, into `requested`; a second signal ends the process at once.
 

@@ -44,15 +44,18 @@ def verify(folder: RunFolder, *, decode: bool) -> tuple[RowCounts, list[Discrepa
     standing = list(_standing_files(folder))
     parts = {path.name for path in folder.batches.glob("batch-*.arrow")}
     ledger = Ledger.read(folder)
-    plan = RunPlan.open(folder)
+    try:
+        plan = RunPlan.open(folder)
+    except FluxbatchError as error:
+        return RowCounts(0, 0, 0, 0, 0), [Discrepancy(folder.plan().name, str(error))]
     if plan is None:
         lost = Discrepancy(folder.plan().name, "is missing; without it no row can be told")
         return RowCounts(0, 0, 0, 0, 0), [lost] if standing or ledger.commits else []  # else: stopped before its plan
     counts = row_counts(folder, plan, ledger)
     check = _Check(folder, plan, ledger, parts, decode)
     found = [*check.shards(), *check.unnamed(standing)]
-    if folder.rejected.exists() and plan.planned is None:
-        found.append(Discrepancy(folder.rejected.name, "cannot be read; the next run makes it again"))
+    if plan.planned is None and (ledger.commits or folder.success.exists()):
+        found.append(Discrepancy(folder.rejected.name, "is missing or cannot be read; the next run makes it again"))
     if folder.success.exists() and counts.pending == 0:
         found += _leftovers(folder)
     return counts, found

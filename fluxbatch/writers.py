@@ -141,8 +141,18 @@ def _image_name(row_id: str, image_format: str) -> str:
 def _rows(tables: Iterable[pa.Table]) -> Iterator[tuple[dict[str, Any], bytes]]:
     for table in tables:
         columns = table.drop_columns("image")
-        for row, image in zip(columns.cast(_json_schema(columns.schema)).to_pylist(), table["image"], strict=True):
-            yield row, image.as_py()
+        columns = columns.cast(_json_schema(columns.schema))
+        rows = zip(*map(_python_values, columns.columns), strict=True)
+        for row, image in zip(rows, table["image"], strict=True):
+            yield dict(zip(columns.column_names, row, strict=True)), image.as_py()
+
+
+def _python_values(column: pa.ChunkedArray) -> list[Any]:
+    try:
+        return column.to_pylist()
+    except (OverflowError, ValueError, KeyError):  # a date beyond Python's calendar, a zone it does not know
+        naive = column.cast(pa.timestamp(column.type.unit)) if pa.types.is_timestamp(column.type) else column
+        return naive.cast(pa.string()).to_pylist()
 
 
 def _json_schema(schema: pa.Schema) -> pa.Schema:

@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Sequence
+from typing import ClassVar
 
 import pyarrow as pa
 from PIL import Image
@@ -41,6 +42,7 @@ class FakePlan:
     """What `RunPlan` gives to its readers, held in memory."""
 
     num_rejected = 0
+    planned: ClassVar[dict[str, str]] = {}
 
     def __init__(self, ids: Sequence[str], *, shard_size: int = 4, extra: pa.Array | None = None) -> None:
         self.cfg = PlanConfig(batch_size=2, shard_size=shard_size)

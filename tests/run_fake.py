@@ -30,7 +30,7 @@ def die_at(wanted: str) -> None:
 def main() -> None:
     from fake_model import FakeModel
 
-    from fluxbatch import __main__, run
+    from fluxbatch import command, run
 
     class SlowModel(FakeModel):
         def velocity(self, *args, **kwargs):  # type: ignore[no-untyped-def]
@@ -41,7 +41,7 @@ def main() -> None:
     run._check_model = lambda cfg: None
     if os.environ.get("KILL_AT"):
         die_at(os.environ["KILL_AT"])
-    __main__.main()
+    sys.exit(command.run_command(sys.argv[1:]))
 
 
 if __name__ == "__main__":

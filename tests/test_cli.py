@@ -186,3 +186,13 @@ def test_a_full_disk_is_one_sentence_with_the_path_and_with_room_again_the_same_
     assert subprocess.run(command, capture_output=True).returncode == 0
     answer = json.loads(fluxbatch("verify", "--json", f"output.dir={small_disk}/run").stdout)
     assert (answer["written"], answer["failed"], answer["discrepancies"]) == (40, 0, [])
+
+
+def test_br40_a_signal_while_importing_ends_with_75() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fluxbatch", "job=demo"], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    time.sleep(0.25)
+    process.send_signal(signal.SIGTERM)
+    _, words = process.communicate(timeout=60)
+    assert process.returncode == 75, words

@@ -220,3 +220,24 @@ def test_a_job_file_of_the_readme_composes(tmp_path: Path) -> None:
     (tmp_path / "job" / "nightly.yaml").write_text(readme.split("```yaml\n")[1].split("```")[0])
     cfg = composed("--config-dir", str(tmp_path), "job=nightly")
     assert (cfg.model.name, cfg.output.kind, cfg.run.name) == ("flux1_schnell", "webdataset", "nightly")
+
+
+@pytest.mark.parametrize("override", ["sampler=null", "plan=-1", "plan=[1,2]"])
+def test_a_group_that_is_no_group_is_refused(override: str) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be composed|must be"):
+        composed(override)
+
+
+@pytest.mark.parametrize("environ", [{"RANK": "x"}, {"RANK": "5"}, {"WORLD_SIZE": "0"}, {"LOCAL_RANK": ""}])
+def test_launcher_variables_that_make_no_sense_are_refused(environ: dict[str, str]) -> None:
+    torchrun = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    with pytest.raises(ConfigError):
+        ranks.resolve(config.RunConfig(), torchrun | environ)
+
+
+def test_numbers_beyond_all_sense_and_bytes_that_are_no_utf8_are_refused() -> None:
+    for override in ("plan.shard_size=100000000000000000000", "sampler.num_inference_steps=9999999999"):
+        with pytest.raises(ConfigError, match="must be a whole number"):
+            composed(override)
+    with pytest.raises(ConfigError, match=r"output\.dir must be UTF-8"):
+        composed("output.dir=/tmp/b\udcff")

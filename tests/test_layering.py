@@ -28,6 +28,7 @@ RANKS = [
     {"share"},
     {"run"},
     {"verbs"},
+    {"command"},
     {"__main__", "bench"},
 ]
 RANK = {name: rank for rank, names in enumerate(RANKS) for name in names}

@@ -532,3 +532,37 @@ def test_a_flipped_byte_of_the_plan_stops_with_its_name(tmp_path: Path) -> None:
             assert counts.written == 5
         except FluxbatchError as error:
             assert "plan.parquet" in str(error) or "shard-" in str(error)
+
+
+@pytest.mark.parametrize("output", ["parquet", "webdataset", "folder"])
+def test_a_date_beyond_pythons_calendar_stops_nothing(tmp_path: Path, output: str) -> None:
+    far = {"when": pa.array([2**62, None], pa.timestamp("us")), "day": pa.array([2**30, None], pa.date32())}
+    pq.write_table(pa.table({"id": ["a", "b"], "prompt": ["x", "y"], **far}), tmp_path / "m.parquet")
+    assert do(settings(tmp_path, f"output={output}"))[1] == 0
+    sound(tmp_path / "run")
+
+
+def test_a_folder_that_vanishes_stops_the_run_and_nothing_is_written_in_its_place(tmp_path: Path) -> None:
+    manifest(tmp_path / "m.parquet", rows(60))
+    process = started(settings(tmp_path), FAKE_SLOW_S="0.2")
+    (tmp_path / "run").rename(tmp_path / "away")
+    code, words = finish_as(process)
+    assert code == 1 and "output.dir was moved or unmounted" in words
+    assert not (tmp_path / "run" / "batches").exists()
+    (tmp_path / "run").exists() and (tmp_path / "run").rmdir()
+    (tmp_path / "away").rename(tmp_path / "run")
+    assert do(settings(tmp_path))[0].written == 60
+
+
+def test_telemetry_in_a_bad_place_and_a_lost_rejected_file(tmp_path: Path) -> None:
+    manifest(tmp_path / "m.parquet", [*rows(5), {"id": "bad", "prompt": None}])
+    assert do(settings(tmp_path, "telemetry.prometheus_textfile=/proc/nowhere/x.prom"))[1] == 4
+    (tmp_path / "run" / "rejected.parquet").unlink()
+    assert [found.file for found in verify(RunFolder(tmp_path / "run"), decode=False)[1]] == ["rejected.parquet"]
+
+
+def test_an_output_dir_that_is_a_file_is_a_wrong_setting(tmp_path: Path) -> None:
+    manifest(tmp_path / "m.parquet", rows(5))
+    (tmp_path / "run").write_text("x")
+    with pytest.raises(ConfigError, match=r"output\.dir must be a folder"):
+        do(settings(tmp_path))
