@@ -226,7 +226,9 @@ def _fused(parts: dict[str, Any], cfg: ModelConfig, placement: loading.Placement
     cudnn = tuning.cudnn_attention(parts["transformer"].config.attention_head_dim, placement)
     fused = FusedFlux1.take_over(parts["transformer"], float8=cfg.quantization == "fp8", cudnn_attention=cudnn)
     tuning.log_fused(fused.transformer.blocks, cfg)
-    return {"fused": fused, "decoder": FusedDecoder.of(parts["vae"]) if placement.device.type == "cuda" else None}
+    if placement.device.type != "cuda":
+        return {"fused": fused}
+    return {"fused": fused, "decoder": FusedDecoder.of(parts["vae"])}
 
 
 def _stored(cfg: ModelConfig, placement: loading.Placement) -> dict[str, Any]:
