@@ -66,6 +66,7 @@ class ModelConfig:
     guidance: str = MISSING  # embedded, classifier_free or none
     negative_prompts: bool = MISSING
     max_sequence_length: int = 512
+    residency: str = "auto"  # resident, windowed (text encoder layers on the host), or auto: what fits
     memory_budget_gib: float | None = None  # of the GPU; None: nine tenths of what is free at the start
     encode_batch_size: int = 8  # prompts in one text-encoder launch; fixed, so that bits do not depend on neighbours
     decode_max_pixels: int = 4 * 1024 * 1024  # pixels in one VAE launch
@@ -203,6 +204,7 @@ RULES: tuple[Rule, ...] = (
     ("model.max_sequence_length", lambda v: _is_int(v, 1, 512), "must be a whole number from 1 to 512"),
     ("model.encode_batch_size", *_at_least(1)),
     ("model.decode_max_pixels", *_at_least(1)),
+    ("model.residency", *_one_of("auto", "resident", "windowed")),
     ("model.memory_budget_gib", lambda v: v is None or 0 < v < 1e6, "must be null or a number of GiB > 0"),
     ("model.size_multiple", *_at_least(1)),
     ("model.max_pixels", *_at_least(1)),

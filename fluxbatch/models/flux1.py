@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel, T5Tokenizer
 
 from fluxbatch.config import ModelConfig
-from fluxbatch.models import PromptEmbeds, Schedule, Tokens, loading
+from fluxbatch.models import PromptEmbeds, Schedule, Tokens, loading, residency
 from fluxbatch.models.schedule import flow_schedule, flux1_mu
 from fluxbatch.models.tokens import RandomTokenizer, tokenize_fixed
 from fluxbatch.records import Bucket
@@ -113,7 +113,7 @@ class Flux1:
 
     @classmethod
     def load(cls, cfg: ModelConfig, *, true_cfg_scale: float) -> Self:
-        placement = loading.place(cfg)
+        placement = residency.settle(cfg, loading.place(cfg), random=_random, text_encoder="text_encoder_2")
         parts = (_random if cfg.random_weights else _stored)(cfg, placement)
         loading.tune(parts["transformer"], cfg=cfg, placement=placement)
         return cls(**parts, cfg=cfg, true_cfg_scale=true_cfg_scale)
@@ -197,6 +197,10 @@ class Flux1:
         return patches.reshape(batch, channels // 4, 2 * rows, 2 * columns)
 
 
+def _housed(t5: T5EncoderModel, placement: loading.Placement) -> T5EncoderModel:
+    return residency.housed(t5, t5.encoder.block, placement)
+
+
 def _stored(cfg: ModelConfig, placement: loading.Placement) -> dict[str, Any]:
     folder = loading.model_folder(cfg)
     part = partial(loading.stored, folder=folder, device=placement.device)
@@ -204,7 +208,10 @@ def _stored(cfg: ModelConfig, placement: loading.Placement) -> dict[str, Any]:
     return {
         "transformer": part(FluxTransformer2DModel, subfolder="transformer", dtype=placement.dtype),
         "text_encoder": part(CLIPTextModel, subfolder="text_encoder", dtype=text),
-        "text_encoder_2": part(T5EncoderModel, subfolder="text_encoder_2", dtype=text),
+        "text_encoder_2": _housed(
+            part(T5EncoderModel, subfolder="text_encoder_2", dtype=text, device=placement.text_encoder_device),
+            placement,
+        ),
         "vae": part(AutoencoderKL, subfolder="vae", dtype=vae),
         "tokenizer": loading.stored_tokenizer(CLIPTokenizer, folder, subfolder="tokenizer"),
         "tokenizer_2": loading.stored_tokenizer(T5Tokenizer, folder, subfolder="tokenizer_2"),
@@ -216,12 +223,14 @@ def _random(cfg: ModelConfig, placement: loading.Placement) -> dict[str, Any]:
     settings = loading.random_config(RANDOM, cfg)
     part = partial(loading.random, device=placement.device)
     text, vae = placement.text_encoder_dtype, placement.vae_dtype
-    return {
+    return {  # the text encoder first: windowed, it leaves the device before the transformer comes
+        "text_encoder_2": _housed(
+            part(lambda: T5EncoderModel(T5Config(**T5_XXL)), name="text_encoder_2", dtype=text), placement
+        ),
         "transformer": part(
             lambda: FluxTransformer2DModel(**settings["transformer"]), name="transformer", dtype=placement.dtype
         ),
         "text_encoder": part(lambda: CLIPTextModel(CLIPTextConfig(**CLIP_L)), name="text_encoder", dtype=text),
-        "text_encoder_2": part(lambda: T5EncoderModel(T5Config(**T5_XXL)), name="text_encoder_2", dtype=text),
         "vae": part(lambda: AutoencoderKL(**VAE), name="vae", dtype=vae),
         "tokenizer": RandomTokenizer(vocab_size=49408, eos_token_id=49407, pad_token_id=49407, model_max_length=77),
         "tokenizer_2": RandomTokenizer(vocab_size=32128, eos_token_id=1, pad_token_id=0, model_max_length=512),

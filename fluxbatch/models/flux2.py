@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3Model
 
 from fluxbatch.config import ModelConfig
-from fluxbatch.models import PromptEmbeds, Schedule, Tokens, loading
+from fluxbatch.models import PromptEmbeds, Schedule, Tokens, loading, residency
 from fluxbatch.models.schedule import flow_schedule, flux2_mu
 from fluxbatch.models.tokens import RandomTokenizer, tokenize_fixed
 from fluxbatch.records import Bucket
@@ -119,7 +119,13 @@ class Flux2:
 
     @classmethod
     def load(cls, cfg: ModelConfig) -> Self:
-        placement = loading.place(cfg)
+        placement = residency.settle(
+            cfg,
+            loading.place(cfg),
+            random=_random,
+            text_encoder="text_encoder",
+            num_layers=max(TEXT_ENCODER_LAYERS),
+        )
         parts = (_random if cfg.random_weights else _stored)(cfg, placement)
         loading.tune(parts["transformer"], cfg=cfg, placement=placement)
         return cls(**parts, cfg=cfg)
@@ -226,16 +232,24 @@ def _unpatchify(latents: Tensor) -> Tensor:
     return patches.reshape(batch, channels // 4, 2 * rows, 2 * columns)
 
 
+def _housed(qwen3: Qwen3Model, placement: loading.Placement) -> Qwen3Model:
+    return residency.housed(qwen3, qwen3.layers, placement)
+
+
 def _stored(cfg: ModelConfig, placement: loading.Placement) -> dict[str, Any]:
     folder = loading.model_folder(cfg)
     part = partial(loading.stored, folder=folder, device=placement.device)
     return {
         "transformer": part(Flux2Transformer2DModel, subfolder="transformer", dtype=placement.dtype),
-        "text_encoder": part(
-            Qwen3Model,
-            subfolder="text_encoder",
-            dtype=placement.text_encoder_dtype,
-            config=_first_layers_config(loading.read_json(folder / "text_encoder" / "config.json")),
+        "text_encoder": _housed(
+            part(
+                Qwen3Model,
+                subfolder="text_encoder",
+                dtype=placement.text_encoder_dtype,
+                device=placement.text_encoder_device,
+                config=_first_layers_config(loading.read_json(folder / "text_encoder" / "config.json")),
+            ),
+            placement,
         ),
         "vae": part(AutoencoderKLFlux2, subfolder="vae", dtype=placement.vae_dtype),
         "tokenizer": loading.stored_tokenizer(Qwen2Tokenizer, folder, subfolder="tokenizer"),
@@ -254,14 +268,17 @@ def _first_layers_config(settings: dict[str, Any]) -> Qwen3Config:
 def _random(cfg: ModelConfig, placement: loading.Placement) -> dict[str, Any]:
     settings = loading.random_config(RANDOM, cfg)
     part = partial(loading.random, device=placement.device)
-    return {
+    return {  # the text encoder first: windowed, it leaves the device before the transformer comes
+        "text_encoder": _housed(
+            part(
+                lambda: Qwen3Model(Qwen3Config(**settings["text_encoder"])),
+                name="text_encoder",
+                dtype=placement.text_encoder_dtype,
+            ),
+            placement,
+        ),
         "transformer": part(
             lambda: Flux2Transformer2DModel(**settings["transformer"]), name="transformer", dtype=placement.dtype
-        ),
-        "text_encoder": part(
-            lambda: Qwen3Model(Qwen3Config(**settings["text_encoder"])),
-            name="text_encoder",
-            dtype=placement.text_encoder_dtype,
         ),
         "vae": part(AutoencoderKLFlux2, name="vae", dtype=placement.vae_dtype),
         "tokenizer": RandomTokenizer(vocab_size=151936, eos_token_id=151645, pad_token_id=151643, model_max_length=512),

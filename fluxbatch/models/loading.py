@@ -69,12 +69,18 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Placement:
-    """The one decision about device and dtypes. Every part of a model lives on the same device."""
+    """The one decision about device and dtypes. Every part of a model computes on the same device."""
 
     device: torch.device
     dtype: torch.dtype  # of the transformer
     text_encoder_dtype: torch.dtype
     vae_dtype: torch.dtype
+    windowed: bool = False  # the text encoder's layers live on the host: residency.py
+
+    @property
+    def text_encoder_device(self) -> torch.device:
+        """Where the text encoder's weights are read to."""
+        return torch.device("cpu") if self.windowed else self.device
 
 
 def place(cfg: ModelConfig) -> Placement:
@@ -301,7 +307,8 @@ def random(build: Callable[[], Any], *, name: str, dtype: torch.dtype, device: t
             module = build().eval()
     finally:
         torch.set_default_dtype(before)
-    log_component(name, module)
+    if device.type != "meta":  # there it is only asked for its shapes
+        log_component(name, module)
     return module
 
 
