@@ -19,7 +19,7 @@ from typing import Any
 from fluxbatch import __version__, commit
 from fluxbatch.config import SPEED_AFFECTING, JobConfig, setting
 from fluxbatch.plan import batch_size
-from fluxbatch.records import Bucket
+from fluxbatch.records import Bucket, LaunchCost
 from fluxbatch.user_cache import cache_folder
 
 log = logging.getLogger(__name__)
@@ -28,19 +28,6 @@ KNEE = 0.015  # what the chosen size may lack of the best one measured: 2 %, les
 SETTLED_GAIN = 0.02  # of two doublings together; one alone may be unlucky in how its blocks fill the GPU
 MAX_IMAGES = 64  # a kill costs the launches in flight
 MEASURED_FROM_LAUNCHES = 8  # of the rule's size: a smaller bucket is drawn before its measurement pays
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchCost:
-    """One launch of `size` images: seconds of one step of the denoise and of the decode; memory at its peak."""
-
-    size: int
-    step_s: float
-    decode_s: float
-    peak_gib: float
-
-    def images_per_s(self, *, num_inference_steps: int) -> float:
-        return self.size / (num_inference_steps * self.step_s + self.decode_s)
 
 
 @dataclass(frozen=True, slots=True)

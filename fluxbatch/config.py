@@ -64,6 +64,7 @@ class ModelConfig:
     kernels: str = "auto"  # fused, diffusers, or auto: fused on CUDA in half precision
     quantization: str = "none"  # or fp8
     compile: str = "off"  # or regional, of diffusers' modules
+    compile_cache: str | None = None  # a folder for compiled kernels; None: the user's cache, or node-local
     guidance: str = MISSING  # embedded, classifier_free or none
     negative_prompts: bool = MISSING
     max_sequence_length: int = 512
@@ -256,7 +257,7 @@ def check(cfg: JobConfig) -> None:
 
 
 def _check_text(cfg: JobConfig) -> None:
-    for key in ("manifest.path", "output.dir", "model.path", "run.name"):
+    for key in ("manifest.path", "output.dir", "model.path", "model.compile_cache", "run.name"):
         if "\\udc" in ascii(setting(cfg, key)):  # how Python carries a byte that is no UTF-8
             raise ConfigError(f"{key} must be UTF-8, got {setting(cfg, key)!a}")
 

@@ -16,19 +16,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fluxbatch import commit, config, job, ledger, ranks, report, shards
-from fluxbatch.batch_size import LaunchCost, Machine, MeasuredSizes
+from fluxbatch.batch_size import Machine, MeasuredSizes
 from fluxbatch.config import JobConfig
 from fluxbatch.errors import EXIT_DONE, EXIT_ROW_ERRORS, ConfigError, FluxbatchError
 from fluxbatch.folder import RunFolder
 from fluxbatch.lease import Lease
 from fluxbatch.ledger import Ledger
 from fluxbatch.manifest import open_manifest
-from fluxbatch.metrics import GpuSampler, MetricsLog, write_prometheus
+from fluxbatch.metrics import GpuSampler, MetricsLog, PeakMemory, write_prometheus
 from fluxbatch.plan import SizeOf, batch_size
 from fluxbatch.planner import Changes, add_retry, prepare
 from fluxbatch.progress import Progress
 from fluxbatch.ranks import Rank
-from fluxbatch.records import Bucket, CompressedBatch, RowCounts, ShardPlan
+from fluxbatch.records import Bucket, CompressedBatch, LaunchCost, RowCounts, ShardPlan
 from fluxbatch.share import Share
 from fluxbatch.stop import Stop, seconds_left
 
@@ -87,7 +87,7 @@ def _render(share: Share, work: list[ShardPlan], loaded: Callable[[], Model], *,
     model = loaded()
     stop.check()
     budget = FailureBudget(cfg.run.max_failed_fraction)
-    truncated = 0
+    truncated, peaks = 0, PeakMemory()
     finished = run_pipeline(
         share.batches(work),
         model,
@@ -105,6 +105,7 @@ def _render(share: Share, work: list[ShardPlan], loaded: Callable[[], Model], *,
         previous = told = time.monotonic()
         for done in finished:
             share.commit(done)
+            peaks.add(done)
             truncated += sum(result.truncated for result in done.results)
             now = time.monotonic()
             progress.update(metrics.record(done, wall_s=now - previous))
@@ -113,6 +114,7 @@ def _render(share: Share, work: list[ShardPlan], loaded: Callable[[], Model], *,
                 told = now
             previous = now
             budget.spend(done)
+    peaks.say()
     if truncated:
         log.warning("%d prompts were longer than model.max_sequence_length=%d and cut; their rows say truncated",
                     truncated, cfg.model.max_sequence_length)  # fmt: skip

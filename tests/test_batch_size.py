@@ -12,13 +12,13 @@ import torch
 from fake_model import FakeModel
 
 from fluxbatch import batch_size, config, run, verbs
-from fluxbatch.batch_size import LaunchCost, Machine, MeasuredSizes, RememberedSizes
+from fluxbatch.batch_size import Machine, MeasuredSizes, RememberedSizes
 from fluxbatch.compose import with_config
 from fluxbatch.config import JobConfig, ModelConfig, PipelineConfig, PlanConfig
 from fluxbatch.folder import RunFolder
 from fluxbatch.pipeline import measure
 from fluxbatch.planfile import RunPlan
-from fluxbatch.records import Bucket
+from fluxbatch.records import Bucket, LaunchCost
 
 SQUARE = Bucket(512, 512, 4)  # the rule launches 16
 H200 = Machine(gpu="NVIDIA H200", memory_gib=139.8, budget_gib=125.0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -264,6 +265,7 @@ def stored(
     component: Any, folder: Path, *, subfolder: str, dtype: torch.dtype, device: torch.device, **options: Any
 ) -> Any:
     """One component with its stored weights, straight onto the device in its dtype. `component` is its class."""
+    start_s = time.perf_counter()
     try:
         module, info = component.from_pretrained(
             folder,
@@ -282,7 +284,7 @@ def stored(
     absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if absent:  # the libraries fill such tensors with random numbers and go on
         raise FluxbatchError(f"model.path={folder}: {subfolder} lacks {len(absent)} tensors, among them {absent[0]}")
-    log_component(subfolder, module)
+    log_component(subfolder, module, start_s=start_s)
     return module.eval()
 
 
@@ -298,7 +300,7 @@ def random(build: Callable[[], Any], *, name: str, dtype: torch.dtype, device: t
 
     Seeded, so that every process of a job has the same weights.
     """
-    before = torch.get_default_dtype()
+    before, start_s = torch.get_default_dtype(), time.perf_counter()
     torch.manual_seed(0)
     torch.set_default_dtype(dtype)
     try:
@@ -307,7 +309,7 @@ def random(build: Callable[[], Any], *, name: str, dtype: torch.dtype, device: t
     finally:
         torch.set_default_dtype(before)
     if device.type != "meta":  # there it is only asked for its shapes
-        log_component(name, module)
+        log_component(name, module, start_s=start_s)
     return module
 
 
@@ -317,17 +319,23 @@ def random_config(table: dict[str, dict[str, Any]], cfg: ModelConfig) -> dict[st
     return table[cfg.name]
 
 
-def log_component(name: str, module: nn.Module) -> None:
+def log_component(name: str, module: nn.Module, *, start_s: float) -> None:
     tensors = [*module.parameters(), *module.buffers()]
     first = next(module.parameters())
+    gib = sum(t.numel() * t.element_size() for t in tensors) / GIB
+    if first.is_cuda:
+        torch.cuda.synchronize(first.device)  # its copies, or its random numbers, may still be on their way
+    load_s = time.perf_counter() - start_s
     logger.info(
-        "%s: %s, %.2f M parameters, %s on %s, %.3f GiB",
+        "%s: %s, %.2f M parameters, %s on %s, %.3f GiB in %.1f s (%.2f GiB/s)",
         name,
         type(module).__name__,
         sum(p.numel() for p in module.parameters()) / 1e6,
         str(first.dtype).removeprefix("torch."),
         first.device,
-        sum(t.numel() * t.element_size() for t in tensors) / GIB,
+        gib,
+        load_s,
+        gib / load_s,
     )
 
 

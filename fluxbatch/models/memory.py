@@ -45,3 +45,15 @@ def enforce(limit: Budget, device: torch.device) -> None:
         "%s: %s, %.1f GiB, %.1f free, budget %.1f (model.memory_budget_gib)",
         device, limit.gpu, limit.total_gib, limit.free_gib, limit.budget_gib,
     )  # fmt: skip
+
+
+def reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_gib(device: torch.device) -> tuple[float, float] | None:
+    """Allocated and reserved at their highest since the last reset; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.max_memory_allocated(device) / GIB, torch.cuda.max_memory_reserved(device) / GIB

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -25,7 +26,8 @@ import torch
 from torch import Tensor
 
 from fluxbatch.config import ModelConfig, OutputConfig, PipelineConfig
-from fluxbatch.models import Model, PromptEmbeds
+from fluxbatch.models import Model, PromptEmbeds, memory
+from fluxbatch.models.compile_cache import CompileWatch
 from fluxbatch.pipeline import compress, transfer
 from fluxbatch.pipeline.decode import decode, launch_size, padded
 from fluxbatch.pipeline.denoise import denoise
@@ -219,10 +221,11 @@ class Launcher:
         self._max_rows: dict[Bucket, int] = {}  # what has fitted into memory after a launch that did not
         self._max_decode_rows: dict[Bucket, int] = {}  # the same of the decoder's launches
         self._shapes: set[tuple[int, int, bool, int]] = set()
+        self._compile_watch = CompileWatch()
 
     @torch.inference_mode()
     def __call__(self, staged: StagedBatch) -> LaunchedBatch:
-        with torch.cuda.device(self._device_index):  # a new thread starts on device 0
+        with torch.cuda.device(self._device_index), self._observed(staged.times):  # a new thread starts on device 0
             tokenized = staged.tokenized
             noise, guidance = transfer.copy_in(staged, self._inputs, self._streams, device=self._model.device)
             drawn: list[Drawn] = []
@@ -231,6 +234,17 @@ class Launcher:
                 drawn, failures = self._draw(tokenized, noise, guidance)
             slot = self._outputs.acquire()
             return transfer.copy_out(tokenized, drawn, failures, slot, self._streams, device=self._model.device)
+
+    @contextmanager
+    def _observed(self, times: BatchTimes) -> Iterator[None]:
+        """What a launch needs at most, which the allocator knows at once, and what the first of a shape compiles."""
+        before = self._compile_watch.read()
+        memory.reset_peak(self._model.device)
+        yield
+        times.peak_gib = memory.peak_gib(self._model.device)
+        if times.first_of_shape and self._model.device.type == "cuda":
+            log.info("bucket %s, %d a launch: %s", times.batch.bucket.name, times.batch.plan.size,
+                     self._compile_watch.read() - before)  # fmt: skip
 
     def _encode(self, tokenized: TokenizedBatch) -> dict[int, RowFailure]:
         """The launch is as small as it gets: one more try with all memory given back, then the rows fail."""

@@ -12,16 +12,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fluxbatch.batch_size import LaunchCost
 from fluxbatch.config import ModelConfig, PipelineConfig
-from fluxbatch.models import Model, PromptEmbeds
+from fluxbatch.models import Model, PromptEmbeds, memory
 from fluxbatch.pipeline.decode import decode, launch_size
 from fluxbatch.pipeline.denoise import denoise
-from fluxbatch.records import Bucket
+from fluxbatch.records import Bucket, LaunchCost
 
 log = logging.getLogger(__name__)
 
-GIB = 2**30
 STEPS = 3
 WARM_UP_S = 1.0  # a GPU that was idle is up to 12 % faster for a moment than at its power limit
 TIMED_S = 1.0
@@ -58,8 +56,7 @@ class LaunchMeter:
 
     def _cost(self, bucket: Bucket, size: int) -> LaunchCost:
         device = self._model.device
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
+        memory.reset_peak(device)
         shape = (size, *self._model.noise_shape(height=bucket.height, width=bucket.width))
         noise = torch.randn(shape, device=device)
         image_bytes = noise.nbytes + size * bucket.height * bucket.width * 3
@@ -68,9 +65,9 @@ class LaunchMeter:
         self._fit_decode(latents, bucket)
         step_s = self._seconds(lambda: self._denoise(noise, bucket)) / STEPS
         decode_s = self._seconds(lambda: self._decode(latents, bucket))
-        peak_gib = torch.cuda.max_memory_reserved(device) / GIB if device.type == "cuda" else 0.0
+        _, reserved_gib = memory.peak_gib(device) or (0.0, 0.0)
         del kept
-        return LaunchCost(size, step_s, decode_s, peak_gib)
+        return LaunchCost(size, step_s, decode_s, reserved_gib)
 
     def _denoise(self, noise: Tensor, bucket: Bucket) -> Tensor:
         embeds = self._repeated(len(noise))
