@@ -92,6 +92,7 @@ def test_a_header_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
         (DEV, 40.0, False),  # 31.5 GiB of weights and room to work
         (DEV, 36.0, True),
         ({**DEV, "quantization": "fp8"}, 24.0, True),
+        ({**DEV, "quantization": "fp8"}, 17.5, True),  # it is quantised on its way from the host
         ({**DEV, "quantization": "fp8"}, 40.0, False),
         ({**DEV, "residency": "windowed"}, 125.0, True),
         ({**DEV, "residency": "resident"}, 36.0, False),

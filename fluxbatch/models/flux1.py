@@ -228,7 +228,12 @@ def _housed(t5: T5EncoderModel, placement: loading.Placement) -> T5EncoderModel:
 def _fused(parts: dict[str, Any], cfg: ModelConfig, placement: loading.Placement) -> dict[str, Any]:
     """The transformer's weights, and on CUDA the VAE's decoder, taken over by the fused operations."""
     cudnn = tuning.cudnn_attention(parts["transformer"].config.attention_head_dim, placement)
-    fused = FusedFlux1.take_over(parts["transformer"], float8=cfg.quantization == "fp8", cudnn_attention=cudnn)
+    fused = FusedFlux1.take_over(
+        parts["transformer"],
+        float8=cfg.quantization == "fp8",
+        cudnn_attention=cudnn,
+        device=placement.device,
+    )
     tuning.log_fused(fused.transformer.blocks, cfg)
     return {"fused": fused, "decoder": FusedDecoder.of(parts["vae"]) if placement.device.type == "cuda" else None}
 
@@ -238,7 +243,9 @@ def _stored(cfg: ModelConfig, placement: loading.Placement) -> dict[str, Any]:
     part = partial(loading.stored, folder=folder, device=placement.device)
     text, vae = placement.text_encoder_dtype, placement.vae_dtype
     return {
-        "transformer": part(FluxTransformer2DModel, subfolder="transformer", dtype=placement.dtype),
+        "transformer": part(
+            FluxTransformer2DModel, subfolder="transformer", dtype=placement.dtype, device=placement.transformer_device
+        ),
         "text_encoder": part(CLIPTextModel, subfolder="text_encoder", dtype=text),
         "text_encoder_2": _housed(
             part(T5EncoderModel, subfolder="text_encoder_2", dtype=text, device=placement.text_encoder_device),
@@ -259,8 +266,9 @@ def _random(cfg: ModelConfig, placement: loading.Placement) -> dict[str, Any]:
         "text_encoder_2": _housed(
             part(lambda: T5EncoderModel(T5Config(**T5_XXL)), name="text_encoder_2", dtype=text), placement
         ),
-        "transformer": part(
-            lambda: FluxTransformer2DModel(**settings["transformer"]), name="transformer", dtype=placement.dtype
+        "transformer": residency.staged(
+            part(lambda: FluxTransformer2DModel(**settings["transformer"]), name="transformer", dtype=placement.dtype),
+            placement,
         ),
         "text_encoder": part(lambda: CLIPTextModel(CLIPTextConfig(**CLIP_L)), name="text_encoder", dtype=text),
         "vae": part(lambda: AutoencoderKL(**VAE), name="vae", dtype=vae),

@@ -257,7 +257,12 @@ def _housed(qwen3: Qwen3Model, placement: loading.Placement) -> Qwen3Model:
 def _fused(parts: dict[str, Any], cfg: ModelConfig, placement: loading.Placement) -> dict[str, Any]:
     """The transformer's weights, and on CUDA the VAE's decoder, taken over by the fused operations."""
     cudnn = tuning.cudnn_attention(parts["transformer"].config.attention_head_dim, placement)
-    fused = FusedFlux2.take_over(parts["transformer"], float8=cfg.quantization == "fp8", cudnn_attention=cudnn)
+    fused = FusedFlux2.take_over(
+        parts["transformer"],
+        float8=cfg.quantization == "fp8",
+        cudnn_attention=cudnn,
+        device=placement.device,
+    )
     tuning.log_fused(fused.transformer.blocks, cfg)
     return {"fused": fused, "decoder": FusedDecoder.of(parts["vae"]) if placement.device.type == "cuda" else None}
 
@@ -266,7 +271,9 @@ def _stored(cfg: ModelConfig, placement: loading.Placement) -> dict[str, Any]:
     folder = loading.model_folder(cfg)
     part = partial(loading.stored, folder=folder, device=placement.device)
     return {
-        "transformer": part(Flux2Transformer2DModel, subfolder="transformer", dtype=placement.dtype),
+        "transformer": part(
+            Flux2Transformer2DModel, subfolder="transformer", dtype=placement.dtype, device=placement.transformer_device
+        ),
         "text_encoder": _housed(
             part(
                 Qwen3Model,
@@ -303,8 +310,9 @@ def _random(cfg: ModelConfig, placement: loading.Placement) -> dict[str, Any]:
             ),
             placement,
         ),
-        "transformer": part(
-            lambda: Flux2Transformer2DModel(**settings["transformer"]), name="transformer", dtype=placement.dtype
+        "transformer": residency.staged(
+            part(lambda: Flux2Transformer2DModel(**settings["transformer"]), name="transformer", dtype=placement.dtype),
+            placement,
         ),
         "vae": part(AutoencoderKLFlux2, name="vae", dtype=placement.vae_dtype),
         "tokenizer": RandomTokenizer(vocab_size=151936, eos_token_id=151645, pad_token_id=151643, model_max_length=512),

@@ -76,11 +76,17 @@ class Placement:
     text_encoder_dtype: torch.dtype
     vae_dtype: torch.dtype
     windowed: bool = False  # the text encoder's layers live on the host: residency.py
+    staged: bool = False  # the transformer is quantised block by block on its way from the host
 
     @property
     def text_encoder_device(self) -> torch.device:
         """Where the text encoder's weights are read to."""
         return torch.device("cpu") if self.windowed else self.device
+
+    @property
+    def transformer_device(self) -> torch.device:
+        """Where the transformer's weights are read to."""
+        return torch.device("cpu") if self.staged else self.device
 
 
 def place(cfg: ModelConfig) -> Placement:

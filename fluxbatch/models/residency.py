@@ -28,6 +28,7 @@ from fluxbatch.models.loading import LAYOUTS, Placement
 logger = logging.getLogger("fluxbatch")
 
 GIB = 2**30
+STAGING_GIB = 1.0  # one block as it was stored, and its numbers on their way to FP8
 WORKING_GIB = 6.0  # beside the weights: a decode of two 1024x1024 images (4.1), a step (0.9), embeddings, compilation
 ALIGNMENT = 256  # bytes, of a tensor inside a layer's buffer, as CUDA's own allocations
 STREAMED_LAYER = re.compile(r"(?:^|\.)(?:encoder\.block|layers)\.(\d+)\.")
@@ -53,8 +54,9 @@ class Footprint:
         return sum(self.components.values()) - (self.streamed - self.window if windowed else 0.0)
 
     def peak(self, *, windowed: bool) -> float:
-        """While loading: the transformer is quantised on the GPU, when all other parts stand there."""
-        return self.loaded(windowed=windowed) + self.transformer_as_loaded - self.components["transformer"]
+        """While loading. Windowed, a transformer is quantised block by block from the host, else when all is loaded."""
+        quantised = self.transformer_as_loaded - self.components["transformer"]
+        return self.loaded(windowed=windowed) + (min(STAGING_GIB, quantised) if windowed else quantised)
 
 
 def settle(
@@ -66,7 +68,7 @@ def settle(
     first `num_layers` are used. ConfigError where the weights do not fit into the budget.
     """
     if placement.device.type != "cuda":
-        return replace(placement, windowed=cfg.residency == "windowed")
+        return _placed(cfg, placement, windowed=cfg.residency == "windowed")
     limit = memory.budget(placement.device, wanted_gib=cfg.memory_budget_gib)
     memory.enforce(limit, placement.device)
     shapes = _random_shapes(cfg, placement, random) if cfg.random_weights else _stored_shapes(cfg)
@@ -81,7 +83,11 @@ def settle(
         needs.streamed if windowed else 0.0,
         limit.budget_gib,
     )
-    return replace(placement, windowed=windowed)
+    return _placed(cfg, placement, windowed=windowed)
+
+
+def _placed(cfg: ModelConfig, placement: Placement, *, windowed: bool) -> Placement:
+    return replace(placement, windowed=windowed, staged=windowed and cfg.quantization == "fp8")
 
 
 def is_windowed(cfg: ModelConfig, needs: Footprint, *, budget_gib: float) -> bool:
@@ -145,7 +151,7 @@ def _gib(shapes: Shapes, dtype: torch.dtype, *, float8: bool = False) -> float:
 
 
 def _random_shapes(cfg: ModelConfig, placement: Placement, random: Build) -> dict[str, Shapes]:
-    parts = random(cfg, replace(placement, device=torch.device("meta"), windowed=False))
+    parts = random(cfg, replace(placement, device=torch.device("meta"), windowed=False, staged=False))
     modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
     return {name: {key: tuple(p.shape) for key, p in module.named_parameters()} for name, module in modules.items()}
 
@@ -179,6 +185,14 @@ def header(path: Path) -> Shapes:
         (length,) = struct.unpack("<Q", file.read(8))
         fields = json.loads(file.read(length))
     return {name: tuple(field["shape"]) for name, field in fields.items() if name != "__metadata__"}
+
+
+# --- the transformer --------------------------------------------------------------------------------------------------
+
+
+def staged(transformer: Any, placement: Placement) -> Any:
+    """A transformer that was made on the device, where it waits to be quantised."""
+    return transformer.to(placement.transformer_device)
 
 
 # --- the stream -------------------------------------------------------------------------------------------------------
