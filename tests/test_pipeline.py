@@ -496,6 +496,40 @@ def test_br22_what_does_not_fit_alone_fails_and_the_run_goes_on(mode: str) -> No
     assert list(images(done)) == ["small"]
 
 
+class SmallDecoder(FakeModel):
+    """Decodes at most `max_decoded` images at once."""
+
+    max_decoded = 2
+
+    def decode(self, latents, *, bucket):
+        if len(latents) > self.max_decoded:
+            no_exception_is_alive()
+            raise torch.OutOfMemoryError(f"fake: {len(latents)} images do not fit")
+        return super().decode(latents, bucket=bucket)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_br22_a_decode_that_does_not_fit_is_split_without_another_denoise(
+    mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = SmallDecoder()
+    done = list(run([*batches(2, rows=8), *batches(1, rows=2, bucket=Bucket(8, 8, 1))], model, mode=mode))
+    assert model.rows == [8] * 2 * SMALL.num_inference_steps + [2], "every step once, at the planned size"
+    assert set(model.decoded_rows) == {2}
+    assert [batch.times.out_of_memory_splits for batch in done] == [2, 0, 0], "8 -> 4 -> 2, and remembered"
+    assert not failures(done)
+    assert_each_id_has_its_own_picture(done)
+    assert "out of memory; bucket 16x24-4 goes on with 2 images in a launch of the decoder (fake: 4" in caplog.text
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_br22_an_image_that_cannot_be_decoded_alone_fails_at_the_decode(mode: str) -> None:
+    model = SmallDecoder()
+    model.max_decoded = 0
+    done = list(run(batches(1, rows=2), model, mode=mode))
+    assert set(failures(done).values()) == {("decode", "out_of_memory")}
+
+
 def test_br22_a_text_encoder_that_does_not_fit_fails_the_rows_without_splitting() -> None:
     model = FakeModel(max_prompts=4)
     done = list(run(batches(1), model, encode_batch_size=8))

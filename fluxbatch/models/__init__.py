@@ -7,6 +7,7 @@ Legend: N prompts, S text tokens, B batch, L packed latent tokens, C channels, H
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fluxbatch.config import ModelConfig
-from fluxbatch.models import loading, tuning
+from fluxbatch.models import compile_cache, loading, tuning
 from fluxbatch.records import Bucket
 
 
@@ -92,6 +93,7 @@ def load_model(cfg: ModelConfig, *, true_cfg_scale: float) -> Model:
 
     loading.quiet_libraries()
     loading.fix_cpu_threads(cfg)
+    compile_cache.keep_compiled(cfg, loading.place(cfg).device, os.environ)
     if cfg.family == "flux1":
         return Flux1.load(cfg, true_cfg_scale=true_cfg_scale)
     return Flux2.load(cfg)

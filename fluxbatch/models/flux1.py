@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel, T5Tokenizer
 
 from fluxbatch.config import ModelConfig
-from fluxbatch.models import Decode, Flow, PromptEmbeds, Schedule, Tokens, loading, tuning
+from fluxbatch.models import Decode, Flow, PromptEmbeds, Schedule, Tokens, loading, residency, tuning
 from fluxbatch.models.fused.decoder import FusedDecoder
 from fluxbatch.models.fused.flux1 import FusedFlux1
 from fluxbatch.models.schedule import flow_schedule, flux1_mu
@@ -119,7 +119,7 @@ class Flux1:
 
     @classmethod
     def load(cls, cfg: ModelConfig, *, true_cfg_scale: float) -> Self:
-        placement = loading.place(cfg)
+        placement = residency.settle(cfg, loading.place(cfg), random=_random, text_encoder="text_encoder_2")
         use_fused = tuning.use_fused(cfg, placement)
         parts = (_random if cfg.random_weights else _stored)(cfg, placement)
         if use_fused:
@@ -221,10 +221,19 @@ class Flux1:
         return patches.reshape(batch, channels // 4, 2 * rows, 2 * columns)
 
 
+def _housed(t5: T5EncoderModel, placement: loading.Placement) -> T5EncoderModel:
+    return residency.housed(t5, t5.encoder.block, placement)
+
+
 def _fused(parts: dict[str, Any], cfg: ModelConfig, placement: loading.Placement) -> dict[str, Any]:
     """The transformer's weights, and on CUDA the VAE's decoder, taken over by the fused operations."""
     cudnn = tuning.cudnn_attention(parts["transformer"].config.attention_head_dim, placement)
-    fused = FusedFlux1.take_over(parts["transformer"], float8=cfg.quantization == "fp8", cudnn_attention=cudnn)
+    fused = FusedFlux1.take_over(
+        parts["transformer"],
+        float8=cfg.quantization == "fp8",
+        cudnn_attention=cudnn,
+        device=placement.device,
+    )
     tuning.log_fused(fused.transformer.blocks, cfg)
     if placement.device.type != "cuda":
         return {"fused": fused}
@@ -236,9 +245,14 @@ def _stored(cfg: ModelConfig, placement: loading.Placement) -> dict[str, Any]:
     part = partial(loading.stored, folder=folder, device=placement.device)
     text, vae = placement.text_encoder_dtype, placement.vae_dtype
     return {
-        "transformer": part(FluxTransformer2DModel, subfolder="transformer", dtype=placement.dtype),
+        "transformer": part(
+            FluxTransformer2DModel, subfolder="transformer", dtype=placement.dtype, device=placement.transformer_device
+        ),
         "text_encoder": part(CLIPTextModel, subfolder="text_encoder", dtype=text),
-        "text_encoder_2": part(T5EncoderModel, subfolder="text_encoder_2", dtype=text),
+        "text_encoder_2": _housed(
+            part(T5EncoderModel, subfolder="text_encoder_2", dtype=text, device=placement.text_encoder_device),
+            placement,
+        ),
         "vae": part(AutoencoderKL, subfolder="vae", dtype=vae),
         "tokenizer": loading.stored_tokenizer(CLIPTokenizer, folder, subfolder="tokenizer"),
         "tokenizer_2": loading.stored_tokenizer(T5Tokenizer, folder, subfolder="tokenizer_2"),
@@ -250,12 +264,15 @@ def _random(cfg: ModelConfig, placement: loading.Placement) -> dict[str, Any]:
     settings = loading.random_config(RANDOM, cfg)
     part = partial(loading.random, device=placement.device)
     text, vae = placement.text_encoder_dtype, placement.vae_dtype
-    return {
-        "transformer": part(
-            lambda: FluxTransformer2DModel(**settings["transformer"]), name="transformer", dtype=placement.dtype
+    return {  # the text encoder first: windowed, it leaves the device before the transformer comes
+        "text_encoder_2": _housed(
+            part(lambda: T5EncoderModel(T5Config(**T5_XXL)), name="text_encoder_2", dtype=text), placement
+        ),
+        "transformer": residency.staged(
+            part(lambda: FluxTransformer2DModel(**settings["transformer"]), name="transformer", dtype=placement.dtype),
+            placement,
         ),
         "text_encoder": part(lambda: CLIPTextModel(CLIPTextConfig(**CLIP_L)), name="text_encoder", dtype=text),
-        "text_encoder_2": part(lambda: T5EncoderModel(T5Config(**T5_XXL)), name="text_encoder_2", dtype=text),
         "vae": part(lambda: AutoencoderKL(**VAE), name="vae", dtype=vae),
         "tokenizer": RandomTokenizer(vocab_size=49408, eos_token_id=49407, pad_token_id=49407, model_max_length=77),
         "tokenizer_2": RandomTokenizer(vocab_size=32128, eos_token_id=1, pad_token_id=0, model_max_length=512),

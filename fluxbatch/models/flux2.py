@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3Model
 
 from fluxbatch.config import ModelConfig
-from fluxbatch.models import Decode, Flow, PromptEmbeds, Schedule, Tokens, loading, tuning
+from fluxbatch.models import Decode, Flow, PromptEmbeds, Schedule, Tokens, loading, residency, tuning
 from fluxbatch.models.fused.decoder import FusedDecoder
 from fluxbatch.models.fused.flux2 import FusedFlux2
 from fluxbatch.models.fused.qwen3 import fuse_layers
@@ -126,7 +126,13 @@ class Flux2:
 
     @classmethod
     def load(cls, cfg: ModelConfig) -> Self:
-        placement = loading.place(cfg)
+        placement = residency.settle(
+            cfg,
+            loading.place(cfg),
+            random=_random,
+            text_encoder="text_encoder",
+            num_layers=max(TEXT_ENCODER_LAYERS),
+        )
         use_fused = tuning.use_fused(cfg, placement)
         parts = (_random if cfg.random_weights else _stored)(cfg, placement)
         if use_fused:
@@ -245,10 +251,19 @@ def _unpatchify(latents: Tensor) -> Tensor:
     return patches.reshape(batch, channels // 4, 2 * rows, 2 * columns)
 
 
+def _housed(qwen3: Qwen3Model, placement: loading.Placement) -> Qwen3Model:
+    return residency.housed(qwen3, qwen3.layers, placement)
+
+
 def _fused(parts: dict[str, Any], cfg: ModelConfig, placement: loading.Placement) -> dict[str, Any]:
     """The transformer's weights, and on CUDA the text encoder and the VAE's decoder, taken over by fused operations."""
     cudnn = tuning.cudnn_attention(parts["transformer"].config.attention_head_dim, placement)
-    fused = FusedFlux2.take_over(parts["transformer"], float8=cfg.quantization == "fp8", cudnn_attention=cudnn)
+    fused = FusedFlux2.take_over(
+        parts["transformer"],
+        float8=cfg.quantization == "fp8",
+        cudnn_attention=cudnn,
+        device=placement.device,
+    )
     tuning.log_fused(fused.transformer.blocks, cfg)
     if placement.device.type != "cuda":
         return {"fused": fused}
@@ -260,12 +275,18 @@ def _stored(cfg: ModelConfig, placement: loading.Placement) -> dict[str, Any]:
     folder = loading.model_folder(cfg)
     part = partial(loading.stored, folder=folder, device=placement.device)
     return {
-        "transformer": part(Flux2Transformer2DModel, subfolder="transformer", dtype=placement.dtype),
-        "text_encoder": part(
-            Qwen3Model,
-            subfolder="text_encoder",
-            dtype=placement.text_encoder_dtype,
-            config=_first_layers_config(loading.read_json(folder / "text_encoder" / "config.json")),
+        "transformer": part(
+            Flux2Transformer2DModel, subfolder="transformer", dtype=placement.dtype, device=placement.transformer_device
+        ),
+        "text_encoder": _housed(
+            part(
+                Qwen3Model,
+                subfolder="text_encoder",
+                dtype=placement.text_encoder_dtype,
+                device=placement.text_encoder_device,
+                config=_first_layers_config(loading.read_json(folder / "text_encoder" / "config.json")),
+            ),
+            placement,
         ),
         "vae": part(AutoencoderKLFlux2, subfolder="vae", dtype=placement.vae_dtype),
         "tokenizer": loading.stored_tokenizer(Qwen2Tokenizer, folder, subfolder="tokenizer"),
@@ -284,14 +305,18 @@ def _first_layers_config(settings: dict[str, Any]) -> Qwen3Config:
 def _random(cfg: ModelConfig, placement: loading.Placement) -> dict[str, Any]:
     settings = loading.random_config(RANDOM, cfg)
     part = partial(loading.random, device=placement.device)
-    return {
-        "transformer": part(
-            lambda: Flux2Transformer2DModel(**settings["transformer"]), name="transformer", dtype=placement.dtype
+    return {  # the text encoder first: windowed, it leaves the device before the transformer comes
+        "text_encoder": _housed(
+            part(
+                lambda: Qwen3Model(Qwen3Config(**settings["text_encoder"])),
+                name="text_encoder",
+                dtype=placement.text_encoder_dtype,
+            ),
+            placement,
         ),
-        "text_encoder": part(
-            lambda: Qwen3Model(Qwen3Config(**settings["text_encoder"])),
-            name="text_encoder",
-            dtype=placement.text_encoder_dtype,
+        "transformer": residency.staged(
+            part(lambda: Flux2Transformer2DModel(**settings["transformer"]), name="transformer", dtype=placement.dtype),
+            placement,
         ),
         "vae": part(AutoencoderKLFlux2, name="vae", dtype=placement.vae_dtype),
         "tokenizer": RandomTokenizer(vocab_size=151936, eos_token_id=151645, pad_token_id=151643, model_max_length=512),

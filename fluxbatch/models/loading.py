@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,12 +69,24 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Placement:
-    """The one decision about device and dtypes. Every part of a model lives on the same device."""
+    """The one decision about device and dtypes. Every part of a model computes on the same device."""
 
     device: torch.device
     dtype: torch.dtype  # of the transformer
     text_encoder_dtype: torch.dtype
     vae_dtype: torch.dtype
+    windowed: bool = False  # the text encoder's layers live on the host: residency.py
+    staged: bool = False  # the transformer is quantised block by block on its way from the host
+
+    @property
+    def text_encoder_device(self) -> torch.device:
+        """Where the text encoder's weights are read to."""
+        return torch.device("cpu") if self.windowed else self.device
+
+    @property
+    def transformer_device(self) -> torch.device:
+        """Where the transformer's weights are read to."""
+        return torch.device("cpu") if self.staged else self.device
 
 
 def place(cfg: ModelConfig) -> Placement:
@@ -258,6 +271,7 @@ def stored(
     component: Any, folder: Path, *, subfolder: str, dtype: torch.dtype, device: torch.device, **options: Any
 ) -> Any:
     """One component with its stored weights, straight onto the device in its dtype. `component` is its class."""
+    start_s = time.perf_counter()
     try:
         module, info = component.from_pretrained(
             folder,
@@ -276,7 +290,7 @@ def stored(
     absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if absent:  # the libraries fill such tensors with random numbers and go on
         raise FluxbatchError(f"model.path={folder}: {subfolder} lacks {len(absent)} tensors, among them {absent[0]}")
-    log_component(subfolder, module)
+    log_component(subfolder, module, start_s=start_s)
     return module.eval()
 
 
@@ -292,7 +306,7 @@ def random(build: Callable[[], Any], *, name: str, dtype: torch.dtype, device: t
 
     Seeded, so that every process of a job has the same weights.
     """
-    before = torch.get_default_dtype()
+    before, start_s = torch.get_default_dtype(), time.perf_counter()
     torch.manual_seed(0)
     torch.set_default_dtype(dtype)
     try:
@@ -300,7 +314,8 @@ def random(build: Callable[[], Any], *, name: str, dtype: torch.dtype, device: t
             module = build().eval()
     finally:
         torch.set_default_dtype(before)
-    log_component(name, module)
+    if device.type != "meta":  # there it is only asked for its shapes
+        log_component(name, module, start_s=start_s)
     return module
 
 
@@ -310,17 +325,23 @@ def random_config(table: dict[str, dict[str, Any]], cfg: ModelConfig) -> dict[st
     return table[cfg.name]
 
 
-def log_component(name: str, module: nn.Module) -> None:
+def log_component(name: str, module: nn.Module, *, start_s: float) -> None:
     tensors = [*module.parameters(), *module.buffers()]
     first = next(module.parameters())
+    gib = sum(t.numel() * t.element_size() for t in tensors) / GIB
+    if first.is_cuda:
+        torch.cuda.synchronize(first.device)  # its copies, or its random numbers, may still be on their way
+    load_s = time.perf_counter() - start_s
     logger.info(
-        "%s: %s, %.2f M parameters, %s on %s, %.3f GiB",
+        "%s: %s, %.2f M parameters, %s on %s, %.3f GiB in %.1f s (%.2f GiB/s)",
         name,
         type(module).__name__,
         sum(p.numel() for p in module.parameters()) / 1e6,
         str(first.dtype).removeprefix("torch."),
         first.device,
-        sum(t.numel() * t.element_size() for t in tensors) / GIB,
+        gib,
+        load_s,
+        gib / load_s,
     )
 
 

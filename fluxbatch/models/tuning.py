@@ -21,6 +21,7 @@ from fluxbatch.models.loading import GIB, Placement, first_line
 
 logger = logging.getLogger("fluxbatch")
 
+MAX_COMPILED_SHAPES = 256
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -87,7 +88,9 @@ def prepare_plain(transformer: Any, *, cfg: ModelConfig, placement: Placement) -
     transformer.set_attention_backend(backend)
     logger.info("transformer: diffusers' modules, attention %s, compile %s", backend, cfg.compile)
     if cfg.compile == "regional" and placement.device.type == "cuda":
-        transformer.compile_repeated_blocks(fullgraph=True)
+        # A graph a launch shape, never one for several: those are slower, and the default of 8 shapes is an error.
+        torch._dynamo.config.recompile_limit = MAX_COMPILED_SHAPES
+        transformer.compile_repeated_blocks(fullgraph=True, dynamic=False)
     elif cfg.compile == "regional":
         logger.warning("model.compile=regional is for CUDA; the transformer runs uncompiled on %s", placement.device)
 

@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from fluxbatch.models.fused.blocks import Blocks, DoubleBlock, SingleBlock, StepModulations
 from fluxbatch.models.fused.linear import Linear
 from fluxbatch.models.fused.ops import Activation, Layout
-from fluxbatch.models.fused.transformer import Conditions, FusedTransformer, each_step, norm_weights, rotary_tables
+from fluxbatch.models.fused.transformer import (
+    Conditions,
+    FusedTransformer,
+    brought,
+    each_step,
+    norm_weights,
+    rotary_tables,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +34,17 @@ class FusedFlux2:
     final_norm: nn.Module
 
     @classmethod
-    def take_over(cls, module: Any, *, float8: bool, cudnn_attention: bool) -> FusedFlux2:
+    def take_over(cls, module: Any, *, float8: bool, cudnn_attention: bool, device: torch.device) -> FusedFlux2:
         blocks = Blocks(
-            doubles=[_double(block, float8=float8) for block in module.transformer_blocks],
-            singles=[_single(block, float8=float8) for block in module.single_transformer_blocks],
+            doubles=[_double(block, float8=float8) for block in brought(module.transformer_blocks, device)],
+            singles=[_single(block, float8=float8) for block in brought(module.single_transformer_blocks, device)],
             num_heads=module.config.num_attention_heads,
             head=module.config.attention_head_dim,
             activation=Activation.SWIGLU,
             float8=float8,
             cudnn_attention=cudnn_attention,
         )
+        module.to(device)  # what is left of it
         return cls(
             transformer=FusedTransformer(
                 x_embedder=Linear.packed(module.x_embedder, float8=False),

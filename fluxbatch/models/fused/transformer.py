@@ -6,7 +6,7 @@ nothing of sampling. Legend: see the package.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,12 @@ class FusedTransformer:
         rows = self.blocks(x, conditions.modulations[step], conditions.rotary, layout)
         velocity = self.proj_out(Rows(rows[layout.text_rows :]))
         return velocity.unflatten(0, (layout.image_tokens, layout.batch)).transpose(0, 1).contiguous()
+
+
+def brought(blocks: Iterable[nn.Module], device: torch.device) -> Iterator[Any]:
+    """Blocks as they are asked for, on the device: packed in FP8 before the next one comes, they fit a small card."""
+    for block in blocks:
+        yield block.to(device)
 
 
 def rows_of(tokens: Tensor) -> Rows:
