@@ -61,8 +61,9 @@ class ModelConfig:
     vae_dtype: str | None = None  # the same rule
     device: str = "auto"
     cpu_threads: int = 1  # inside an operator, on a CPU; decides bits, so it does not follow the machine
-    quantization: str = "none"
-    compile: str = "off"  # or regional
+    kernels: str = "auto"  # fused, diffusers, or auto: fused on CUDA in half precision
+    quantization: str = "none"  # or fp8
+    compile: str = "off"  # or regional, of diffusers' modules
     guidance: str = MISSING  # embedded, classifier_free or none
     negative_prompts: bool = MISSING
     max_sequence_length: int = 512
@@ -196,7 +197,8 @@ RULES: tuple[Rule, ...] = (
     ("model.vae_dtype", lambda v: v != "float16", "must not be float16: the VAE overflows in it and draws black"),
     ("model.device", lambda v: bool(re.fullmatch(r"auto|cpu|cuda(:\d+)?", v)), "must be auto, cpu, cuda or cuda:N"),
     ("model.cpu_threads", *_at_least(1)),
-    ("model.quantization", *_one_of("none")),
+    ("model.kernels", *_one_of("auto", "fused", "diffusers")),
+    ("model.quantization", *_one_of("none", "fp8")),
     ("model.compile", *_one_of("off", "regional")),
     ("model.guidance", *_one_of(*GUIDANCE)),
     ("model.max_sequence_length", lambda v: _is_int(v, 1, 512), "must be a whole number from 1 to 512"),
@@ -314,7 +316,7 @@ def row_rules(cfg: JobConfig) -> RowRules:
 
 OUTPUT_AFFECTING = (
     "model.name", "model.path", "model.revision", "model.random_weights", "model.dtype", "model.text_encoder_dtype",
-    "model.vae_dtype", "model.quantization", "model.cpu_threads", "model.compile", "model.guidance",
+    "model.vae_dtype", "model.kernels", "model.quantization", "model.cpu_threads", "model.compile", "model.guidance",
     "model.max_sequence_length", "model.encode_batch_size", "sampler.true_cfg_scale", "output.kind",
     "output.image_format", "output.quality", "output.png_level", "output.embed_parameters",
 )  # fmt: skip

@@ -637,14 +637,14 @@ def test_the_euler_step_is_diffusers(dtype: torch.dtype) -> None:
     scheduler.set_timesteps(5)
     model = FakeModel(dtype=dtype)
     model.schedule = lambda bucket: type("S", (), {"timesteps": scheduler.timesteps, "sigmas": scheduler.sigmas})
-    model.velocity = lambda latents, *, timestep, **other: (latents.float().sin() * timestep).to(dtype)
+    flow = lambda latents, step: (latents.float().sin() * scheduler.timesteps[step]).to(dtype)  # noqa: E731
+    model.flow = lambda **conditions: flow
     noise = torch.randn(2, 4, 8, 8)
     arguments = {"embeds": {}, "negative_embeds": None, "guidance": torch.ones(2), "bucket": bucket}
     ours = denoise(model, noise, before_step=lambda: None, **arguments)
     theirs = model.pack(noise.to(dtype))
-    for timestep in scheduler.timesteps:
-        velocity = model.velocity(theirs, timestep=timestep)
-        theirs = scheduler.step(velocity, timestep, theirs, return_dict=False)[0]
+    for step, timestep in enumerate(scheduler.timesteps):
+        theirs = scheduler.step(flow(theirs, step), timestep, theirs, return_dict=False)[0]
     assert torch.equal(ours, theirs)
 
 

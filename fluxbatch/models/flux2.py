@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3Model
 
 from fluxbatch.config import ModelConfig
-from fluxbatch.models import PromptEmbeds, Schedule, Tokens, loading
+from fluxbatch.models import Decode, Flow, PromptEmbeds, Schedule, Tokens, loading, tuning
+from fluxbatch.models.fused.decoder import FusedDecoder
+from fluxbatch.models.fused.flux2 import FusedFlux2
 from fluxbatch.models.schedule import flow_schedule, flux2_mu
 from fluxbatch.models.tokens import RandomTokenizer, tokenize_fixed
 from fluxbatch.records import Bucket
@@ -101,14 +103,18 @@ class Flux2:
         scheduler_config: Mapping[str, Any],
         cfg: ModelConfig,
         text_encoder_layers: Sequence[int] = TEXT_ENCODER_LAYERS,
+        fused: FusedFlux2 | None = None,
+        decoder: FusedDecoder | None = None,
     ) -> None:
         self.name = cfg.name
-        self.device: torch.device = transformer.device
+        self.device: torch.device = vae.device
         self.dtype: torch.dtype = transformer.dtype
         self.max_sequence_length = cfg.max_sequence_length
         self.text_encoder_layers = tuple(text_encoder_layers)
         self._transformer = transformer
+        self._fused = fused
         self._vae = vae
+        self._decode: Decode = decoder or (lambda latents: vae.decode(latents, return_dict=False)[0])
         self._text_encoder = keep_first_layers(text_encoder, max(self.text_encoder_layers))
         self._tokenizer = tokenizer
         self._scheduler_config = scheduler_config
@@ -120,8 +126,12 @@ class Flux2:
     @classmethod
     def load(cls, cfg: ModelConfig) -> Self:
         placement = loading.place(cfg)
+        use_fused = tuning.use_fused(cfg, placement)
         parts = (_random if cfg.random_weights else _stored)(cfg, placement)
-        loading.tune(parts["transformer"], cfg=cfg, placement=placement)
+        if use_fused:
+            parts |= _fused(parts, cfg, placement)
+        else:
+            tuning.prepare_plain(parts["transformer"], cfg=cfg, placement=placement)
         return cls(**parts, cfg=cfg)
 
     def tokenize(self, prompts: Sequence[str]) -> Tokens:
@@ -161,19 +171,27 @@ class Flux2:
         return noise.flatten(2).permute(0, 2, 1)
 
     @torch.no_grad()
-    def velocity(
-        self, latents: Tensor, *, timestep: Tensor, embeds: PromptEmbeds, guidance: Tensor, bucket: Bucket
-    ) -> Tensor:
+    def flow(self, *, embeds: PromptEmbeds, guidance: Tensor, bucket: Bucket) -> Flow:
         text_ids, image_ids = self._ids(bucket)
-        return self._transformer(
-            hidden_states=latents,
-            timestep=timestep.expand(latents.shape[0]).to(latents.dtype) / 1000,  # rounded first, as diffusers does
-            guidance=None,
-            encoder_hidden_states=embeds["prompt_embeds"],
-            txt_ids=text_ids,
-            img_ids=image_ids,
-            return_dict=False,
-        )[0]
+        timesteps = self.schedule(bucket).timesteps
+        if self._fused is not None:
+            conditions = self._fused.conditions(
+                prompt_embeds=embeds["prompt_embeds"], timesteps=timesteps, text_ids=text_ids, image_ids=image_ids
+            )
+            return partial(self._fused.transformer.velocity, conditions=conditions)
+
+        def velocity(latents: Tensor, step: int) -> Tensor:
+            return self._transformer(
+                hidden_states=latents,
+                timestep=timesteps[step].expand(latents.shape[0]).to(latents.dtype) / 1000,  # rounded as diffusers does
+                guidance=None,
+                encoder_hidden_states=embeds["prompt_embeds"],
+                txt_ids=text_ids,
+                img_ids=image_ids,
+                return_dict=False,
+            )[0]
+
+        return velocity
 
     def cfg_scale(self, guidance: Tensor) -> Tensor:
         return guidance
@@ -183,7 +201,7 @@ class Flux2:
         rows, columns = self._grid(bucket.height, bucket.width)
         packed = latents.permute(0, 2, 1).unflatten(2, (rows, columns))
         natural = _unpatchify(self._unnormalise(packed.float()))
-        return self._vae.decode(natural.to(self._vae.dtype), return_dict=False)[0]
+        return self._decode(natural.to(self._vae.dtype))
 
     def _chat(self, prompt: str) -> str:
         return self._tokenizer.apply_chat_template(
@@ -224,6 +242,14 @@ def _unpatchify(latents: Tensor) -> Tensor:
     batch, channels, rows, columns = latents.shape
     patches = latents.reshape(batch, channels // 4, 2, 2, rows, columns).permute(0, 1, 4, 2, 5, 3)
     return patches.reshape(batch, channels // 4, 2 * rows, 2 * columns)
+
+
+def _fused(parts: dict[str, Any], cfg: ModelConfig, placement: loading.Placement) -> dict[str, Any]:
+    """The transformer's weights, and on CUDA the VAE's decoder, taken over by the fused operations."""
+    cudnn = tuning.cudnn_attention(parts["transformer"].config.attention_head_dim, placement)
+    fused = FusedFlux2.take_over(parts["transformer"], float8=cfg.quantization == "fp8", cudnn_attention=cudnn)
+    tuning.log_fused(fused.transformer.blocks, cfg)
+    return {"fused": fused, "decoder": FusedDecoder.of(parts["vae"]) if placement.device.type == "cuda" else None}
 
 
 def _stored(cfg: ModelConfig, placement: loading.Placement) -> dict[str, Any]:

@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import SafetensorError
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fluxbatch import tiny
 from fluxbatch.config import ModelConfig
@@ -344,21 +343,6 @@ def first_line(error: BaseException) -> str:
 # --- speed ------------------------------------------------------------------------------------------------------------
 
 
-def tune(transformer: Any, *, cfg: ModelConfig, placement: Placement) -> None:
-    """Attention back end and compilation. What cannot be had is logged and left out."""
-    head_dim = transformer.config.attention_head_dim
-    # Set it for every model: diffusers keeps the last choice for the whole process.
-    # Uncompiled, cuDNN's attention was the slower one on an H200 (180.7 against 172.5 ms a step of FLUX.1-dev).
-    wanted = cfg.compile == "regional" and _cudnn_attention(head_dim, placement)
-    backend = "_native_cudnn" if wanted else "native"
-    transformer.set_attention_backend(backend)
-    logger.info("transformer: attention %s, compile %s", backend, cfg.compile)
-    if cfg.compile == "regional" and placement.device.type == "cuda":
-        transformer.compile_repeated_blocks(fullgraph=True)
-    elif cfg.compile == "regional":
-        logger.warning("model.compile=regional is for CUDA; the transformer runs uncompiled on %s", placement.device)
-
-
 def fix_cpu_threads(cfg: ModelConfig) -> None:
     """CPU kernels round differently where they cut a tensor among threads: their number decides bits."""
     if _device(cfg.device).type == "cpu":
@@ -372,20 +356,3 @@ def decode_row_by_row_on_cpu(vae: Any) -> None:
     """CPU kernels cut a batch among threads anywhere, and round differently near a cut: whole rows keep their bits."""
     if vae.device.type == "cpu":
         vae.enable_slicing()
-
-
-def _cudnn_attention(head_dim: int, placement: Placement) -> bool:
-    """cuDNN's attention, where it was measured and found right: Hopper, 128 wide heads, half precision."""
-    device, dtype = placement.device, placement.dtype
-    if device.type != "cuda" or head_dim != 128 or dtype is torch.float32:
-        return False
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        return False
-    try:
-        query = torch.zeros(1, 1, 128, head_dim, dtype=dtype, device=device)
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            F.scaled_dot_product_attention(query, query, query)
-    except RuntimeError as error:
-        logger.warning("cuDNN attention cannot be used (%s); torch's own choice instead", first_line(error))
-        return False
-    return True
