@@ -29,6 +29,8 @@ def _do_and_explain(arguments: list[str]) -> int:
         if "--version" in arguments:
             print(__version__)
             return 0
+        if arguments[:1] == ["bench"]:
+            return verbs.bench(arguments[1:])
         verb, as_json, overrides = _parse(arguments)
         return with_config(overrides, lambda cfg: _do(verbs.VERBS[verb], cfg, as_json=as_json))
     except FluxbatchError as error:
@@ -47,7 +49,7 @@ def _parse(arguments: list[str]) -> tuple[str, bool, list[str]]:
     elif first in verbs.VERBS:
         verb, rest = first, arguments[1:]
     else:
-        raise ConfigError(f"the verb must be one of {', '.join(verbs.VERBS)}, got {first!r}")
+        raise ConfigError(f"the verb must be one of {', '.join([*verbs.VERBS, 'bench'])}, got {first!r}")
     return verb, "--json" in rest, [argument for argument in rest if argument != "--json"]
 
 

@@ -133,6 +133,13 @@ def report(cfg: JobConfig) -> Answer:
     return written, f"report: {folder.report_html}\ncontact sheet: {folder.contact_sheet}", EXIT_DONE
 
 
+def bench(arguments: list[str]) -> int:
+    """Measure something; it has words of its own, and its answer is printed as it comes. Returns the exit code."""
+    from fluxbatch.bench.command import run_bench
+
+    return run_bench(arguments)
+
+
 VERBS: dict[str, Verb] = {"run": run, "plan": plan, "status": status, "verify": verify, "report": report}
 
 

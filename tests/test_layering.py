@@ -27,9 +27,10 @@ RANKS = [
     {"report"},
     {"share"},
     {"run"},
+    {"bench"},
     {"verbs"},
     {"command"},
-    {"__main__", "bench"},
+    {"__main__"},
 ]
 RANK = {name: rank for rank, names in enumerate(RANKS) for name in names}
 TENSORS = {"models", "pipeline", "bench"}

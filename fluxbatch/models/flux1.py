@@ -235,7 +235,9 @@ def _fused(parts: dict[str, Any], cfg: ModelConfig, placement: loading.Placement
         device=placement.device,
     )
     tuning.log_fused(fused.transformer.blocks, cfg)
-    return {"fused": fused, "decoder": FusedDecoder.of(parts["vae"]) if placement.device.type == "cuda" else None}
+    if placement.device.type != "cuda":
+        return {"fused": fused}
+    return {"fused": fused, "decoder": FusedDecoder.of(parts["vae"])}
 
 
 def _stored(cfg: ModelConfig, placement: loading.Placement) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from fluxbatch.config import ModelConfig
 from fluxbatch.models import Decode, Flow, PromptEmbeds, Schedule, Tokens, loading, residency, tuning
 from fluxbatch.models.fused.decoder import FusedDecoder
 from fluxbatch.models.fused.flux2 import FusedFlux2
+from fluxbatch.models.fused.qwen3 import fuse_layers
 from fluxbatch.models.schedule import flow_schedule, flux2_mu
 from fluxbatch.models.tokens import RandomTokenizer, tokenize_fixed
 from fluxbatch.records import Bucket
@@ -255,7 +256,7 @@ def _housed(qwen3: Qwen3Model, placement: loading.Placement) -> Qwen3Model:
 
 
 def _fused(parts: dict[str, Any], cfg: ModelConfig, placement: loading.Placement) -> dict[str, Any]:
-    """The transformer's weights, and on CUDA the VAE's decoder, taken over by the fused operations."""
+    """The transformer's weights, and on CUDA the text encoder and the VAE's decoder, taken over by fused operations."""
     cudnn = tuning.cudnn_attention(parts["transformer"].config.attention_head_dim, placement)
     fused = FusedFlux2.take_over(
         parts["transformer"],
@@ -264,7 +265,10 @@ def _fused(parts: dict[str, Any], cfg: ModelConfig, placement: loading.Placement
         device=placement.device,
     )
     tuning.log_fused(fused.transformer.blocks, cfg)
-    return {"fused": fused, "decoder": FusedDecoder.of(parts["vae"]) if placement.device.type == "cuda" else None}
+    if placement.device.type != "cuda":
+        return {"fused": fused}
+    fuse_layers(parts["text_encoder"])
+    return {"fused": fused, "decoder": FusedDecoder.of(parts["vae"])}
 
 
 def _stored(cfg: ModelConfig, placement: loading.Placement) -> dict[str, Any]:

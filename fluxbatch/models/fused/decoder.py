@@ -45,8 +45,8 @@ class FusedDecoder:
             for resnet in block.resnets:
                 summed = self._resnet(resnet, summed)
             for upsampler in block.upsamplers or ():
-                larger = F.interpolate(summed.x, scale_factor=2.0, mode="nearest")
-                summed = self._sums(upsampler.conv(larger))
+                larger = _convolve(ops.upsample_twice(summed.x), upsampler.conv)
+                summed = self._sums(larger, bias=upsampler.conv.bias, keep=True)
         return decoder.conv_out(self._norm(decoder.conv_norm_out, summed, silu=True))
 
     def _resnet(self, block: Any, summed: Summed) -> Summed:
@@ -63,8 +63,10 @@ class FusedDecoder:
         out = block.to_out[0](mixed).unflatten(1, x.shape[2:]).permute(0, 3, 1, 2)
         return self._sums(out, residual=x)
 
-    def _sums(self, x: Tensor, *, bias: Tensor | None = None, residual: Tensor | None = None) -> Summed:
-        return ops.group_sums(x, bias=bias, residual=residual, groups=self.groups)
+    def _sums(
+        self, x: Tensor, *, bias: Tensor | None = None, residual: Tensor | None = None, keep: bool = False
+    ) -> Summed:
+        return ops.group_sums(x, bias=bias, residual=residual, keep=keep, groups=self.groups)
 
     def _norm(self, norm: nn.GroupNorm, summed: Summed, *, silu: bool) -> Tensor:
         return ops.group_norm(summed, norm.weight, norm.bias, groups=self.groups, eps=norm.eps, silu=silu)
@@ -74,13 +76,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Softmax attention of one head (B, N, C), wider than fused attention kernels take; scores in float32."""
     if not query.is_cuda:
         return F.scaled_dot_product_attention(query, key, value)
-    scale = query.shape[-1] ** -0.5
     out = torch.empty_like(query)
     for image in range(query.shape[0]):
         for first in range(0, query.shape[1], SCORE_ROWS):
             rows = slice(first, first + SCORE_ROWS)
             scores = torch.mm(query[image, rows], key[image].t(), out_dtype=torch.float32)
-            out[image, rows] = torch.softmax(scores.mul_(scale), dim=-1).to(value.dtype) @ value[image]
+            weights = ops.softmax_rows(scores, scale=query.shape[-1] ** -0.5, dtype=value.dtype)
+            torch.mm(weights, value[image], out=out[image, rows])
     return out
 
 

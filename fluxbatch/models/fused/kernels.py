@@ -84,21 +84,15 @@ def rotate_heads(
 
 
 @triton.jit
-def activate(
-    attention_ptr, mlp_ptr, out_ptr, out_scale_ptr,
-    attention_width, mlp_stride, mlp_width,
-    KIND: tl.constexpr, FLOAT8: tl.constexpr, BLOCK: tl.constexpr,
+def _activated(
+    attention_ptr, mlp_ptr, row, columns, attention_width, mlp_stride, mlp_width, KIND: tl.constexpr
 ):  # fmt: skip
-    """[attention | activation(mlp)], one program a row. KIND: 0 no mlp, 1 GELU (tanh), 2 SwiGLU of two halves."""
-    row = tl.program_id(0)
-    width = attention_width + mlp_width
-    columns = tl.arange(0, BLOCK)
-    mask = columns < width
+    """Columns of [attention | activation(mlp)]. KIND: 0 no mlp, 1 GELU (tanh), 2 SwiGLU of two halves."""
     is_attention = columns < attention_width
     source = attention_ptr + row.to(tl.int64) * attention_width + columns
     values = tl.load(source, mask=is_attention, other=0.0).to(tl.float32)
     if KIND > 0:
-        is_mlp = mask & (columns >= attention_width)
+        is_mlp = (columns >= attention_width) & (columns < attention_width + mlp_width)
         place = mlp_ptr + row.to(tl.int64) * mlp_stride + (columns - attention_width)
         x = tl.load(place, mask=is_mlp, other=0.0).to(tl.float32)
         if KIND == 1:
@@ -106,24 +100,50 @@ def activate(
             x = x * tl.sigmoid(2.0 * inner)  # 0.5 * (1 + tanh(z)) is sigmoid(2 z)
         else:
             x = x * tl.sigmoid(x) * tl.load(place + mlp_width, mask=is_mlp, other=0.0).to(tl.float32)
-        values = tl.where(is_attention, values, x)
-    _store_row(out_ptr, out_scale_ptr, row, columns, mask, values, width, FLOAT8)
+        values += x
+    return values
+
+
+@triton.jit
+def activate(
+    attention_ptr, mlp_ptr, out_ptr, attention_width, mlp_stride, mlp_width, KIND: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """[attention | activation(mlp)], one program a row and BLOCK columns."""
+    row = tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    width = attention_width + mlp_width
+    values = _activated(attention_ptr, mlp_ptr, row, columns, attention_width, mlp_stride, mlp_width, KIND)
+    target = out_ptr + row.to(tl.int64) * width + columns
+    tl.store(target, values.to(out_ptr.dtype.element_ty), mask=columns < width)
+
+
+@triton.jit
+def activate_float8(
+    attention_ptr, mlp_ptr, out_ptr, out_scale_ptr, attention_width, mlp_stride, mlp_width,
+    KIND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The same in FP8, one program a whole row."""
+    row = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    width = attention_width + mlp_width
+    values = _activated(attention_ptr, mlp_ptr, row, columns, attention_width, mlp_stride, mlp_width, KIND)
+    _store_row(out_ptr, out_scale_ptr, row, columns, columns < width, values, width, True)
 
 
 @triton.jit
 def group_sums(
     x_ptr, residual_ptr, bias_ptr, total_ptr, sums_ptr, pixels, num_chunks,
-    RESIDUAL: tl.constexpr, BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr, BIAS: tl.constexpr, KEEP: tl.constexpr,
     CHUNK: tl.constexpr, STEP: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Sum and sum of squares of each group of x (+ bias + residual) over a chunk of one image's pixels.
 
-    With a residual the total is stored too. Channels are innermost.
+    KEEP stores that total too. Channels are innermost.
     """
     image = tl.program_id(1).to(tl.int64)
     columns = tl.arange(0, CHANNELS)
-    sums = tl.zeros((CHANNELS,), tl.float32)
-    squares = tl.zeros((CHANNELS,), tl.float32)
+    sums = tl.zeros((STEP, CHANNELS), tl.float32)
+    squares = tl.zeros((STEP, CHANNELS), tl.float32)
     for offset in range(0, CHUNK, STEP):
         rows = tl.program_id(0) * CHUNK + offset + tl.arange(0, STEP)
         mask = (rows < pixels)[:, None]
@@ -133,15 +153,16 @@ def group_sums(
             x += tl.load(bias_ptr + columns).to(tl.float32)[None, :]
         if RESIDUAL:
             x += tl.load(residual_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        if KEEP:
             stored = x.to(total_ptr.dtype.element_ty)
             tl.store(total_ptr + place, stored, mask=mask)
             x = stored.to(tl.float32)
         x = tl.where(mask, x, 0.0)
-        sums += tl.sum(x, 0)
-        squares += tl.sum(x * x, 0)
+        sums += x
+        squares += x * x
     target = sums_ptr + (image * num_chunks + tl.program_id(0)) * 2 * GROUPS + tl.arange(0, GROUPS)
-    tl.store(target, tl.sum(tl.reshape(sums, (GROUPS, CHANNELS // GROUPS)), 1))
-    tl.store(target + GROUPS, tl.sum(tl.reshape(squares, (GROUPS, CHANNELS // GROUPS)), 1))
+    tl.store(target, tl.sum(tl.reshape(tl.sum(sums, 0), (GROUPS, CHANNELS // GROUPS)), 1))
+    tl.store(target + GROUPS, tl.sum(tl.reshape(tl.sum(squares, 0), (GROUPS, CHANNELS // GROUPS)), 1))
 
 
 @triton.jit
@@ -166,3 +187,81 @@ def group_norm(
     if SILU:
         x = x * tl.sigmoid(x)
     tl.store(out_ptr + place, x.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def upsample_twice(x_ptr, out_ptr, height, width, CHANNELS: tl.constexpr, STEP: tl.constexpr):
+    """Nearest neighbour: each pixel to four. One program STEP pixels of one line; channels are innermost."""
+    line = tl.program_id(1).to(tl.int64)  # of all images
+    across = tl.program_id(0) * STEP + tl.arange(0, STEP)
+    columns = tl.arange(0, CHANNELS)
+    mask = (across < width)[:, None]
+    x = tl.load(x_ptr + (line * width + across)[:, None] * CHANNELS + columns[None, :], mask=mask)
+    for down in tl.static_range(2):
+        for right in tl.static_range(2):
+            pixel = (line * 2 + down) * 2 * width + 2 * across + right
+            tl.store(out_ptr + pixel[:, None] * CHANNELS + columns[None, :], x, mask=mask)
+
+
+@triton.jit
+def softmax_rows(scores_ptr, out_ptr, width, scale, BLOCK: tl.constexpr):
+    """softmax(scale * scores), one program a row, from float32 to the output's dtype."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < width
+    scores = tl.load(scores_ptr + row * width + columns, mask=mask, other=float("-inf")) * scale
+    weights = tl.exp(scores - tl.max(scores, 0))
+    weights = weights / tl.sum(weights, 0)
+    tl.store(out_ptr + row * width + columns, weights.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def residual_rms(
+    x_ptr, y_ptr, weight_ptr, total_ptr, out_ptr, width, eps, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """total = x + y, then weight * rms_norm(total). One program a row."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < width
+    place = row * width + columns
+    x = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        x += tl.load(y_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        stored = x.to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + place, stored, mask=mask)
+        x = stored.to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    values = x * tl.rsqrt(tl.sum(x * x, 0) / width + eps) * weight
+    tl.store(out_ptr + place, values.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rotate_halves(
+    x_ptr, weight_ptr, cos_ptr, sin_ptr, tokens, num_heads, eps, HEAD: tl.constexpr, HEADS: tl.constexpr
+):  # fmt: skip
+    """RMS norm of each head and the rotary embedding whose pairs are half a head apart, in place."""
+    row = tl.program_id(0)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    half = tl.arange(0, HEAD // 2)
+    mask = (heads < num_heads)[:, None]
+    place = x_ptr + (row.to(tl.int64) * num_heads + heads)[:, None] * HEAD + half[None, :]
+    low = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(place + HEAD // 2, mask=mask, other=0.0).to(tl.float32)
+    rstd = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / HEAD + eps)[:, None]
+    low = low * rstd * tl.load(weight_ptr + half).to(tl.float32)[None, :]
+    high = high * rstd * tl.load(weight_ptr + HEAD // 2 + half).to(tl.float32)[None, :]
+    angle = (row % tokens) * HEAD + half
+    cos = tl.load(cos_ptr + angle).to(tl.float32)[None, :]
+    sin = tl.load(sin_ptr + angle).to(tl.float32)[None, :]
+    tl.store(place, (low * cos - high * sin).to(x_ptr.dtype.element_ty), mask=mask)
+    tl.store(place + HEAD // 2, (high * cos + low * sin).to(x_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def swiglu(gate_ptr, up_ptr, out_ptr, total, BLOCK: tl.constexpr):
+    """silu(gate) * up of two separate matrices."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < total
+    gate = tl.load(gate_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + place, (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty), mask=mask)

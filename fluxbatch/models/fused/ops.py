@@ -16,6 +16,7 @@ from torch import Tensor
 FLOAT8 = torch.float8_e4m3fn
 FLOAT8_MAX = 448.0
 HEADS_A_PROGRAM = 8
+ACTIVATE_BLOCK = 1024  # columns one program activates
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,12 +189,19 @@ def activate(attention_out: Tensor | None, mlp: Tensor | None, kind: Activation,
 
     mlp_width = 0 if mlp is None else mlp.shape[1] // (2 if kind is Activation.SWIGLU else 1)
     width = 0 if attention_out is None else attention_out.shape[1]
-    out = _empty_rows(known.shape[0], width + mlp_width, like=known, float8=float8)
-    kernels.activate[(known.shape[0],)](
-        attention_out if attention_out is not None else known, mlp if mlp is not None else known,
-        out.values, out.scales, width, 0 if mlp is None else mlp.stride(0), mlp_width,
-        KIND=int(kind), FLOAT8=float8, BLOCK=_power_of_two(width + mlp_width), num_warps=16,
-    )  # fmt: skip
+    rows, total = known.shape[0], width + mlp_width
+    out = _empty_rows(rows, total, like=known, float8=float8)
+    sources = (attention_out if attention_out is not None else known, mlp if mlp is not None else known)
+    shapes = (width, 0 if mlp is None else mlp.stride(0), mlp_width)
+    if float8:
+        block = _power_of_two(total)
+        kernels.activate_float8[(rows,)](
+            *sources, out.values, out.scales, *shapes, KIND=int(kind), BLOCK=block,
+            num_warps=_row_warps(block), maxnreg=64,  # two programs a multiprocessor
+        )  # fmt: skip
+    else:
+        grid = (rows, -(-total // ACTIVATE_BLOCK))
+        kernels.activate[grid](*sources, out.values, *shapes, KIND=int(kind), BLOCK=ACTIVATE_BLOCK)
     return out
 
 
@@ -218,7 +226,8 @@ def quantize_rows_plain(values: Tensor) -> Rows:
 
 # --- group norm of images in channels_last ----------------------------------------------------------------------------
 
-SUMS_CHUNK = 1024  # pixels whose sums one program takes
+SUMS_CHUNK = 512  # pixels whose sums one program takes
+SUMS_ELEMENTS = 2048  # that it holds at once; wide images twice as many
 NORM_ELEMENTS = 4096  # that one program normalises
 
 
@@ -231,23 +240,27 @@ class Summed:
     sums: Tensor | None
 
 
-def group_sums(x: Tensor, *, bias: Tensor | None, residual: Tensor | None = None, groups: int) -> Summed:
-    """What the next group norm needs to know of x + bias; with a residual, of their total, which replaces x."""
+def group_sums(
+    x: Tensor, *, bias: Tensor | None, residual: Tensor | None = None, keep: bool = False, groups: int
+) -> Summed:
+    """What the next group norm needs to know of x + bias + residual. That total replaces x if asked or if it is new."""
+    keep = keep or residual is not None
+    left = None if keep else bias
     if not _by_kernel(x):
-        total = x if residual is None else x + residual if bias is None else x + bias.view(-1, 1, 1) + residual
-        return Summed(total, bias if residual is None else None, None)
+        total = x if bias is None or not keep else x + bias.view(-1, 1, 1)
+        return Summed(total if residual is None else total + residual, left, None)
     from fluxbatch.models.fused import kernels
 
     batch, channels, height, width = x.shape
     chunks = -(-height * width // SUMS_CHUNK)
     sums = torch.empty(batch, chunks, 2, groups, dtype=torch.float32, device=x.device)
-    total = x if residual is None else torch.empty_like(x)
+    total = torch.empty_like(x) if keep else x
     kernels.group_sums[(chunks, batch)](
         x, x if residual is None else residual, x if bias is None else bias, total, sums, height * width, chunks,
-        RESIDUAL=residual is not None, BIAS=bias is not None, CHUNK=SUMS_CHUNK,
-        STEP=max(1, NORM_ELEMENTS // channels), CHANNELS=channels, GROUPS=groups, num_warps=4,
+        RESIDUAL=residual is not None, BIAS=bias is not None, KEEP=keep, CHUNK=SUMS_CHUNK,
+        STEP=max(8, SUMS_ELEMENTS // channels), CHANNELS=channels, GROUPS=groups, num_warps=8 if channels > 256 else 4,
     )  # fmt: skip
-    return Summed(total, bias if residual is None else None, sums)
+    return Summed(total, left, sums)
 
 
 def group_norm(summed: Summed, weight: Tensor, shift: Tensor, *, groups: int, eps: float, silu: bool) -> Tensor:
@@ -270,6 +283,83 @@ def group_norm(summed: Summed, weight: Tensor, shift: Tensor, *, groups: int, ep
     return out
 
 
+def upsample_twice(x: Tensor) -> Tensor:
+    """(B, C, H, W) to (B, C, 2 H, 2 W) by nearest neighbours, in channels_last."""
+    if not _by_kernel(x):
+        return F.interpolate(x, scale_factor=2.0, mode="nearest")
+    from fluxbatch.models.fused import kernels
+
+    batch, channels, height, width = x.shape
+    shape = (batch, channels, 2 * height, 2 * width)
+    out = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+    step = max(1, 2048 // channels)
+    kernels.upsample_twice[(-(-width // step), batch * height)](x, out, height, width, CHANNELS=channels, STEP=step)
+    return out
+
+
+# --- softmax and the text encoder's norms -----------------------------------------------------------------------------
+
+SOFTMAX_MAX_WIDTH = 65536  # that one program holds
+
+
+def softmax_rows(scores: Tensor, *, scale: float, dtype: torch.dtype) -> Tensor:
+    """softmax(scale * scores) over the last dimension of float32 (R, N), in `dtype`."""
+    rows, width = scores.shape
+    if not _by_kernel(scores) or width > SOFTMAX_MAX_WIDTH:
+        return torch.softmax(scores * scale, dim=-1).to(dtype)
+    from fluxbatch.models.fused import kernels
+
+    out = torch.empty(rows, width, dtype=dtype, device=scores.device)
+    block = _power_of_two(width)
+    kernels.softmax_rows[(rows,)](scores, out, width, scale, BLOCK=block, num_warps=32 if block > 8192 else 8)
+    return out
+
+
+def residual_rms(x: Tensor, y: Tensor | None, weight: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:
+    """The total x + y, and its RMS norm times `weight`; x and y (..., D). Zhang and Sennrich 2019, arXiv:1910.07467."""
+    if not _by_kernel(x):
+        total = x if y is None else x + y
+        return total, F.rms_norm(total.float(), weight.shape, weight.float(), eps).to(x.dtype)
+    from fluxbatch.models.fused import kernels
+
+    x, width = x.contiguous(), x.shape[-1]
+    total = x if y is None else torch.empty_like(x)
+    out = torch.empty_like(x)
+    kernels.residual_rms[(x.numel() // width,)](
+        x, x if y is None else y, weight, total, out, width, eps, RESIDUAL=y is not None, BLOCK=_power_of_two(width)
+    )
+    return total, out
+
+
+def rotate_halves(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, *, eps: float) -> None:
+    """RMS norm of each head and its rotary embedding, in place: x (B, S, H, head), cos and sin (S, head).
+
+    Pairs are half a head apart, as in Llama and Qwen.
+    """
+    if not _by_kernel(x):
+        normed = F.rms_norm(x.float(), weight.shape, weight.float(), eps)
+        low, high = normed.chunk(2, dim=-1)
+        cos, sin = cos.float().unsqueeze(1), sin.float().unsqueeze(1)
+        x.copy_(normed * cos + torch.cat([-high, low], dim=-1) * sin)
+        return
+    from fluxbatch.models.fused import kernels
+
+    batch, tokens, num_heads, head = x.shape
+    grid = (batch * tokens, -(-num_heads // HEADS_A_PROGRAM))
+    kernels.rotate_halves[grid](x, weight, cos, sin, tokens, num_heads, eps, HEAD=head, HEADS=HEADS_A_PROGRAM)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up. Shazeer 2020, arXiv:2002.05202."""
+    if not _by_kernel(gate):
+        return (F.silu(gate.float()) * up.float()).to(gate.dtype)
+    from fluxbatch.models.fused import kernels
+
+    out = torch.empty_like(gate)
+    kernels.swiglu[(-(-gate.numel() // 2048),)](gate, up, out, gate.numel(), BLOCK=2048)
+    return out
+
+
 # --- choice -----------------------------------------------------------------------------------------------------------
 
 
@@ -280,6 +370,11 @@ def _by_kernel(tensor: Tensor) -> bool:
 def _empty_rows(rows: int, width: int, *, like: Tensor, float8: bool) -> Rows:
     values = torch.empty(rows, width, dtype=FLOAT8 if float8 else like.dtype, device=like.device)
     return Rows(values, torch.empty(rows, 1, dtype=torch.float32, device=like.device) if float8 else None)
+
+
+def _row_warps(block: int) -> int:
+    """Warps of a program that holds a whole row: about 32 numbers a thread."""
+    return max(4, min(16, block // 1024))
 
 
 def _power_of_two(number: int) -> int:
