@@ -216,7 +216,10 @@ def test_a_pass_that_broke_off_leaves_nothing_behind() -> None:
         assert torch.equal(encoder(ids)[0], expected)
 
 
-def test_windowed_loads_the_text_encoder_to_the_host_and_draws_the_same_bytes(tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
+def test_windowed_loads_to_the_host_what_leaves_it_later_and_draws_the_same_bytes(
+    quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loaded: dict[str, torch.device] = {}
     stored = loading.stored
 
@@ -231,7 +234,7 @@ def test_windowed_loads_the_text_encoder_to_the_host_and_draws_the_same_bytes(tm
     for kind in ("resident", "windowed"):
         overrides = [f"manifest.path={tmp_path}/m.parquet", f"output.dir={tmp_path}/{kind}", "telemetry.progress=off",
                      "sampler.height=64", "sampler.width=64", "sampler.num_inference_steps=2",
-                     f"model.residency={kind}"]  # fmt: skip
+                     f"model.residency={kind}", f"model.quantization={quantization}"]  # fmt: skip
         assert with_config(overrides, lambda cfg: run.run_job(cfg)[1]) == 0
         data[kind] = (tmp_path / kind / "data" / "shard-00000.parquet").read_bytes()
     assert data["resident"] == data["windowed"]
