@@ -22,7 +22,7 @@ from fluxbatch import config
 from fluxbatch.bench import jobs, recipes
 from fluxbatch.bench.measure import Limit, device_of, synchronize
 from fluxbatch.config import JobConfig, ModelConfig
-from fluxbatch.models import Model
+from fluxbatch.models import Model, check_model
 from fluxbatch.records import Bucket, Request
 
 WARM_UP_STEPS = 4  # shapes are what is compiled, not steps
@@ -216,11 +216,11 @@ class Fluxbatch:
         self._s_per_image = math.inf
 
     def missing(self) -> str | None:
-        quantised, device = self._cfg.model.quantization != "none", device_of(self._cfg)
-        return "needs a GPU with FP8 (Ada, Hopper or later)" if quantised and not has_fp8(device) else None
+        return None  # what cannot be had is refused when it is built, in the words that a run has for it
 
     def build(self) -> None:
         config.check(self._cfg)
+        check_model(self._cfg.model)
         self._folder.mkdir(exist_ok=True)
         self._model, _ = jobs.load(self._cfg)
 
