@@ -84,9 +84,9 @@ def _explained(finished: Generator[CompressedBatch]) -> Generator[CompressedBatc
     except RuntimeError as error:
         if not is_context_lost(error):
             raise
-        where = "; ".join(getattr(error, "__notes__", ()))
+        words = [*getattr(error, "__notes__", ()), str(error).partition("\n")[0]]
         raise ProcessLost(
-            f"{where}: {str(error).partition(chr(10))[0]}: the GPU takes no more work from this process; "
+            f"{': '.join(words)}: the GPU takes no more work from this process; "
             "the rows in flight stay pending, the same command goes on"
         ) from error
 
