@@ -55,7 +55,7 @@ class Faults:
 
     def rows(self, *, asked: Iterable[str], found: Iterable[str]) -> None:
         """Every id that was asked for stands in the output once, and no other does."""
-        wanted, there = Counter(asked), Counter(found)
+        wanted, there = Counter(list(asked)), Counter(list(found))
         lost, doubled = wanted - there, there - wanted
         self.counts["rows checked"] += wanted.total()
         self.counts["rows lost"] += lost.total()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fluxbatch.config import ModelConfig
 from fluxbatch.models import loading
+from fluxbatch.models.caches import place_caches
 from fluxbatch.records import Bucket
 
 
@@ -89,6 +90,8 @@ def load_model(cfg: ModelConfig, *, true_cfg_scale: float) -> Model:
     from fluxbatch.models.flux2 import Flux2
 
     loading.quiet_libraries()
+    if loading.place(cfg).device.type == "cuda":
+        place_caches()
     loading.fix_cpu_threads(cfg)
     if cfg.family == "flux1":
         return Flux1.load(cfg, true_cfg_scale=true_cfg_scale)
