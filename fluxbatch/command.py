@@ -12,7 +12,8 @@ import sys
 from fluxbatch import __version__, config, verbs
 from fluxbatch.compose import with_config
 from fluxbatch.config import JobConfig
-from fluxbatch.errors import EXIT_FATAL, EXIT_INTERRUPTED, ConfigError, FluxbatchError
+from fluxbatch.errors import EXIT_FATAL, EXIT_INTERRUPTED, ConfigError, FluxbatchError, ProcessLost
+from fluxbatch.stop import exit_now
 
 
 def run_command(arguments: list[str]) -> int:
@@ -33,6 +34,8 @@ def _do_and_explain(arguments: list[str]) -> int:
             return verbs.bench(arguments[1:])
         verb, as_json, overrides = _parse(arguments)
         return with_config(overrides, lambda cfg: _do(verbs.VERBS[verb], cfg, as_json=as_json))
+    except ProcessLost as error:
+        exit_now(str(error), code=error.exit_code)
     except FluxbatchError as error:
         return _refuse(error, error.exit_code)
     except KeyboardInterrupt:

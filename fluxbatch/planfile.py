@@ -95,7 +95,11 @@ class RunPlan:
             yield from part.shards()
 
     def shard(self, index: int) -> ShardPlan:
-        return self._file(index).part.shard(index)
+        return self.part(index).shard(index)
+
+    def part(self, shard: int) -> PlanPart:
+        """The part of the plan that a shard belongs to."""
+        return self._file(shard).part
 
     def rows(self, shard: ShardPlan) -> pa.Table:
         """The rows of a shard in plan order, with all columns of the plan file."""

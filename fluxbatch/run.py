@@ -95,6 +95,7 @@ def _render(share: Share, work: list[ShardPlan], loaded: Callable[[], Model], *,
         model_cfg=cfg.model,
         output=cfg.output,
         draining=stop.requested,
+        stage_timeout_s=cfg.run.stage_timeout_s,
     )
     with (
         closing(finished),  # an exception here must not leave the stages' threads to a dying interpreter

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from fluxbatch import commit, shards
+from fluxbatch import commit, ledger, shards
 from fluxbatch.config import JobConfig
 from fluxbatch.errors import FluxbatchError
 from fluxbatch.folder import RunFolder
 from fluxbatch.ledger import Ledger
 from fluxbatch.planfile import RunPlan
 from fluxbatch.ranks import Rank
-from fluxbatch.records import Batch, CompressedBatch, ShardCommit, ShardPlan
+from fluxbatch.records import Batch, CompressedBatch, RowResult, ShardCommit, ShardPlan
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ class Share:
     cfg: JobConfig
     rank: Rank
     missing: dict[int, set[int]] = field(default_factory=dict)  # open shard -> its batches that are not on disk
+    _attempts: dict[int, dict[str, int]] = field(default_factory=dict)  # plan part -> its rows' attempts before it
 
     def settle_all(self) -> list[ShardPlan]:
         """Commit every shard that needs no GPU any more; returns the shards with batches to make."""
@@ -85,9 +86,25 @@ class Share:
             raise FluxbatchError(
                 f"{self.folder.job} is gone: output.dir was moved or unmounted; nothing more is written"
             )
-        shards.commit_batch(self.folder, done)
+        shards.commit_batch(self.folder, self._with_attempts(done))
         missing = self.missing[done.batch.plan.shard]
         missing.discard(done.batch.plan.index)
         if not missing:
             del self.missing[done.batch.plan.shard]
             self.settle(self.plan.shard(done.batch.plan.shard))
+
+    def _with_attempts(self, done: CompressedBatch) -> CompressedBatch:
+        """Failures of a retry say how often their row has been tried."""
+        part = self.plan.part(done.batch.plan.shard)
+        if not done.num_failed or part.kind != "retry":
+            return done
+        if part.index not in self._attempts:
+            self._attempts[part.index] = ledger.attempts(self.folder, self.ledger, before_shard=part.first_shard)
+        earlier = self._attempts[part.index]
+        return replace(done, results=tuple(_counted(result, earlier.get(result.id, 0)) for result in done.results))
+
+
+def _counted(result: RowResult, earlier: int) -> RowResult:
+    if result.failure is None:
+        return result
+    return replace(result, failure=replace(result.failure, attempts=earlier + 1))
