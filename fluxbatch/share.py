@@ -16,7 +16,7 @@ from fluxbatch.folder import RunFolder
 from fluxbatch.ledger import Ledger
 from fluxbatch.planfile import RunPlan
 from fluxbatch.ranks import Rank
-from fluxbatch.records import Batch, CompressedBatch, ShardCommit, ShardPlan
+from fluxbatch.records import Batch, BatchPlan, CompressedBatch, ShardCommit, ShardPlan
 
 log = logging.getLogger(__name__)
 
@@ -72,12 +72,14 @@ class Share:
         self.ledger.append(self.folder, self.rank.index, commits)
         shards.remove_batches(self.folder, shard)
 
-    def batches(self, work: list[ShardPlan]) -> Iterator[Batch]:
+    def missing_batches(self, work: list[ShardPlan]) -> Iterator[BatchPlan]:
         """The batches to make, in plan order."""
         for shard in work:
-            for batch in shard.batches:
-                if batch.index in self.missing[shard.index]:
-                    yield self.plan.batch(batch)
+            yield from (batch for batch in shard.batches if batch.index in self.missing[shard.index])
+
+    def batches(self, work: list[ShardPlan]) -> Iterator[Batch]:
+        """The same with their rows."""
+        return map(self.plan.batch, self.missing_batches(work))
 
     def commit(self, done: CompressedBatch) -> None:
         """Make a finished batch durable, and its shard when it was the last one missing."""

@@ -23,7 +23,7 @@ RANKS = [
     {"verify", "metrics", "progress"},
     {"models"},
     {"pipeline"},
-    {"card", "contact_sheet", "throughput"},
+    {"card", "contact_sheet", "throughput", "preflight"},
     {"report"},
     {"share"},
     {"run"},
