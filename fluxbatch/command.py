@@ -48,6 +48,8 @@ def _parse(arguments: list[str]) -> tuple[str, bool, list[str]]:
         verb, rest = first, arguments[1:]
     else:
         raise ConfigError(f"the verb must be one of {', '.join(verbs.VERBS)}, got {first!r}")
+    if verb == "verify":
+        rest = ["verify.repair=true" if argument == "--repair" else argument for argument in rest]
     return verb, "--json" in rest, [argument for argument in rest if argument != "--json"]
 
 

@@ -61,7 +61,13 @@ class Share:
     def _adopt(self, shard: ShardPlan) -> list[ShardCommit]:
         if not shards.stands(self.folder, shard, output=self.cfg.output):
             return []
-        return shards.adopt(self.folder, shard, self.plan.rows(shard), output=self.cfg.output)
+        found = shards.adopt(self.folder, shard, self.plan.rows(shard), output=self.cfg.output)
+        data = shards.data_file(self.folder, shard, self.cfg.output)
+        if not found and data.exists() and not any(line.rows for line in self.ledger.commits.get(shard.index, ())):
+            raise FluxbatchError(
+                f"{data} holds only some rows of its shard and has no ledger line; `verify --repair` sets it aside"
+            )
+        return found
 
     def settle(self, shard: ShardPlan) -> None:
         """All batches of a shard are on disk: make its file, then its ledger line, then drop the batches."""

@@ -21,7 +21,7 @@ RANKS = [
     {"shards"},
     {"ledger"},
     {"verify", "metrics", "progress"},
-    {"models"},
+    {"models", "repair"},
     {"pipeline"},
     {"card", "contact_sheet", "throughput", "preflight"},
     {"report"},
