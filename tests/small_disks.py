@@ -10,10 +10,15 @@ import pytest
 
 @contextlib.contextmanager
 def mounted(place: Path, *, kind: str, kib: int) -> Iterator[Path]:
-    """A tmpfs, or ext4 in a loop device, of so many KiB; the test is skipped where mounting is not allowed."""
+    """A tmpfs, or ext4 in a loop device, of so many KiB, or an `image PATH` that was made before.
+
+    The test is skipped where mounting is not allowed.
+    """
     place.mkdir()
     if kind == "tmpfs":
         command = ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(place)]
+    elif kind.startswith("image "):
+        command = ["mount", "-o", "loop", kind.removeprefix("image "), str(place)]
     else:
         image = place.with_suffix(".img")
         image.write_bytes(bytes(kib * 1024))
