@@ -153,6 +153,7 @@ class VerifyConfig:
     """How thorough `verify` is: conf/verify/."""
 
     decode: bool = True
+    repair: bool = False  # set damaged files aside, so that a run makes their rows again
 
 
 @dataclass
