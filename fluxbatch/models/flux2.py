@@ -243,7 +243,8 @@ def causal_mask(attention_mask: Tensor) -> Tensor:
     the device is idle, and chooses another kernel for a launch without padding, so that bits depend on neighbours.
     """
     real = attention_mask.bool()
-    return real[:, None, None, :] & torch.ones(real.shape[1], real.shape[1], dtype=torch.bool, device=real.device).tril()
+    tokens = real.shape[1]
+    return real[:, None, None, :] & torch.ones(tokens, tokens, dtype=torch.bool, device=real.device).tril()
 
 
 def keep_first_layers(text_encoder: Any, num_layers: int) -> Any:
