@@ -1,9 +1,10 @@
 # make demo: environment, install, the example job, where to look. make test: the tests. make check: what CI runs.
+# make faults: kills, signals, hangs, full disks, races and fuzzed inputs, the slow ones too, with their sums.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test check slow bench clean
+.PHONY: setup demo test check faults slow bench clean
 
 setup: $(VENV)/installed
 
@@ -25,6 +26,9 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
+
+faults: setup
+	$(BIN)/python -m pytest -m "faults and not gpu" -p no:cacheprovider
 
 slow: setup
 	$(BIN)/python -m pytest -m slow

@@ -132,6 +132,7 @@ class RunConfig:
     world_size: int | None = None
     retry_failed: bool = False
     grace_s: float = 25.0
+    stage_timeout_s: float = 1800.0  # 0: a stage may take for ever
     deadline: str | None = None  # ISO 8601, with a zone; or seconds from the start as +3600
     max_failed_fraction: float = 0.5
     fail_on_row_errors: bool = True
@@ -152,6 +153,7 @@ class VerifyConfig:
     """How thorough `verify` is: conf/verify/."""
 
     decode: bool = True
+    repair: bool = False  # set damaged files aside, so that a run makes their rows again
 
 
 @dataclass
@@ -231,6 +233,7 @@ RULES: tuple[Rule, ...] = (
     ("output.png_level", lambda v: _is_int(v, 0, 9), "must be a whole number from 0 to 9"),
     ("output.row_group_mib", lambda v: _is_int(v, 1, 99), "must be a whole number from 1 to 99"),
     ("run.grace_s", lambda v: 0 <= v < math.inf, "must be a finite number of seconds >= 0"),
+    ("run.stage_timeout_s", lambda v: 0 <= v < math.inf, "must be a finite number of seconds >= 0 (0: no limit)"),
     ("run.max_failed_fraction", lambda v: 0 <= v <= 1, "must be from 0 to 1"),
     ("telemetry.interval_s", lambda v: 0 < v < math.inf, "must be a number of seconds > 0"),
     ("telemetry.progress", *_one_of("auto", "bar", "lines", "off")),

@@ -7,11 +7,14 @@ the file was lost, and is to be made again.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import pyarrow.parquet as pq
 
 from fluxbatch import commit, shards, writers
 from fluxbatch.errors import FluxbatchError
@@ -88,6 +91,24 @@ def _line(record: dict[str, Any]) -> ShardCommit | None:
     return line if shard_of(line.file) == line.shard else None
 
 
+def torn_lines(folder: RunFolder) -> list[str]:
+    """Where the ledgers hold lines that say nothing: torn by a kill, or altered."""
+    return [
+        f"{path.relative_to(folder.root).as_posix()} line {number}"
+        for path in sorted(folder.ledgers.glob("rank-*.jsonl"))
+        for number, text in enumerate(path.read_bytes().splitlines(), 1)
+        if text and not _says_something(text)
+    ]
+
+
+def _says_something(text: bytes) -> bool:
+    try:
+        record = json.loads(text)
+    except ValueError:
+        return False
+    return isinstance(record, dict) and _line(record) is not None
+
+
 def check_files(folder: RunFolder, ledger: Ledger) -> list[ShardCommit]:
     """The lines whose file is missing or cut: to be removed, forgotten and made again.
 
@@ -139,6 +160,16 @@ def failed_rows(folder: RunFolder, ledger: Ledger, plan: RunPlan) -> dict[int, s
 def _failed_ids(folder: RunFolder, ledger: Ledger, shard: ShardPlan) -> set[str]:
     lines = [line for line in ledger.commits.get(shard.index, ()) if line.failed]
     return {row_id for line in lines for row_id in writers.stored_ids(folder.root / line.file)}
+
+
+def attempts(folder: RunFolder, ledger: Ledger, *, before_shard: int) -> dict[str, int]:
+    """How often each row has been tried that failed in a shard below this one."""
+    tried: dict[str, int] = {}
+    for shard in sorted(shard for shard in ledger.commits if shard < before_shard):
+        for line in (line for line in ledger.commits[shard] if line.failed):
+            rows = pq.read_table(folder.root / line.file, columns=["id", "attempts"], partitioning=None)
+            tried.update(zip(rows["id"].to_pylist(), rows["attempts"].to_pylist(), strict=True))
+    return tried
 
 
 def row_counts(folder: RunFolder, plan: RunPlan, ledger: Ledger) -> RowCounts:

@@ -11,7 +11,6 @@ import importlib
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -19,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from fluxbatch.commit import replace_file
+from fluxbatch.commit import append, replace_file
 from fluxbatch.folder import RunFolder
 from fluxbatch.records import CompressedBatch, StageTimes
 
@@ -151,23 +150,12 @@ class MetricsLog:
         self._rank = rank
         self._gpu = gpu
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        _close_torn_line(self._path)
 
     def record(self, done: CompressedBatch, *, wall_s: float) -> dict[str, Any]:
         """Append one batch's line and return it. `wall_s`: since this rank finished the batch before."""
         line = batch_line(done, rank=self._rank, wall_s=wall_s) | self._gpu.sample()
-        with open(self._path, "ab") as file:  # one unbuffered write; a log that a crash may shorten needs no fsync
-            file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+        append(self._path, json.dumps(line, allow_nan=False) + "\n", durable=False)  # a crash may shorten a log
         return line
-
-
-def _close_torn_line(path: Path) -> None:
-    """End the line that a killed run left half written, so that the next one stands alone."""
-    with open(path, "ab+") as file:
-        if file.tell():
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                file.write(b"\n")
 
 
 def batch_line(done: CompressedBatch, *, rank: int, wall_s: float) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fluxbatch import commit, config, job, ledger, ranks, report, shards
+from fluxbatch import commit, config, job, ledger, preflight, ranks, report, shards
 from fluxbatch.batch_size import Machine, MeasuredSizes
 from fluxbatch.config import JobConfig
 from fluxbatch.errors import EXIT_DONE, EXIT_ROW_ERRORS, ConfigError, FluxbatchError
@@ -54,6 +54,7 @@ def run_job(cfg: JobConfig, *, load: LoadModel | None = None) -> tuple[RowCounts
         raise ConfigError(f"output.dir must be a folder, got the file {folder.root}")
     if load is None and not folder.success.exists():
         _check_model(cfg)
+    preflight.probe_folder(folder)
     rank = ranks.resolve(cfg.run, os.environ)
     stop = Stop(grace_s=cfg.run.grace_s, deadline_s=seconds_left(cfg.run.deadline, os.environ))
     with stop, Lease(folder, rank=rank.index, world_size=rank.world_size):
@@ -69,6 +70,7 @@ def run_job(cfg: JobConfig, *, load: LoadModel | None = None) -> tuple[RowCounts
         share = Share(folder, plan, committed, cfg, rank)
         work = share.settle_all()
         if work:
+            preflight.require_room(folder.root, share.missing_batches(work), cfg.output)
             stop.check()
             folder.success.unlink(missing_ok=True)
             _render(share, work, model, stop=stop)
@@ -95,6 +97,7 @@ def _render(share: Share, work: list[ShardPlan], loaded: Callable[[], Model], *,
         model_cfg=cfg.model,
         output=cfg.output,
         draining=stop.requested,
+        stage_timeout_s=cfg.run.stage_timeout_s,
     )
     with (
         closing(finished),  # an exception here must not leave the stages' threads to a dying interpreter
@@ -220,7 +223,8 @@ def _finish(share: Share, description: dict[str, Any], changes: Changes) -> RowC
     """Write report, card and _SUCCESS when the whole job is complete; whichever rank finds it so does it."""
     committed = Ledger.read(share.folder)
     counts = ledger.row_counts(share.folder, share.plan, committed)
-    if counts.pending == 0 and not (share.folder.success.exists() and changes.unchanged):
+    told = all(path.exists() for path in (share.folder.success, *share.folder.told()))
+    if counts.pending == 0 and not (told and changes.unchanged):
         _drop_empty(share.folder)
         report.write_report(share.folder, job=description)
         commit.replace_file(share.folder.success, b"")

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from fluxbatch import commit, shards
+from fluxbatch import commit, ledger, shards
 from fluxbatch.config import JobConfig
 from fluxbatch.errors import FluxbatchError
 from fluxbatch.folder import RunFolder
 from fluxbatch.ledger import Ledger
 from fluxbatch.planfile import RunPlan
 from fluxbatch.ranks import Rank
-from fluxbatch.records import Batch, CompressedBatch, ShardCommit, ShardPlan
+from fluxbatch.records import Batch, BatchPlan, CompressedBatch, RowResult, ShardCommit, ShardPlan
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ class Share:
     cfg: JobConfig
     rank: Rank
     missing: dict[int, set[int]] = field(default_factory=dict)  # open shard -> its batches that are not on disk
+    _attempts: dict[int, dict[str, int]] = field(default_factory=dict)  # plan part -> its rows' attempts before it
 
     def settle_all(self) -> list[ShardPlan]:
         """Commit every shard that needs no GPU any more; returns the shards with batches to make."""
@@ -61,7 +62,13 @@ class Share:
     def _adopt(self, shard: ShardPlan) -> list[ShardCommit]:
         if not shards.stands(self.folder, shard, output=self.cfg.output):
             return []
-        return shards.adopt(self.folder, shard, self.plan.rows(shard), output=self.cfg.output)
+        found = shards.adopt(self.folder, shard, self.plan.rows(shard), output=self.cfg.output)
+        data = shards.data_file(self.folder, shard, self.cfg.output)
+        if not found and data.exists() and not any(line.rows for line in self.ledger.commits.get(shard.index, ())):
+            raise FluxbatchError(
+                f"{data} holds only some rows of its shard and has no ledger line; `verify --repair` sets it aside"
+            )
+        return found
 
     def settle(self, shard: ShardPlan) -> None:
         """All batches of a shard are on disk: make its file, then its ledger line, then drop the batches."""
@@ -72,12 +79,14 @@ class Share:
         self.ledger.append(self.folder, self.rank.index, commits)
         shards.remove_batches(self.folder, shard)
 
-    def batches(self, work: list[ShardPlan]) -> Iterator[Batch]:
+    def missing_batches(self, work: list[ShardPlan]) -> Iterator[BatchPlan]:
         """The batches to make, in plan order."""
         for shard in work:
-            for batch in shard.batches:
-                if batch.index in self.missing[shard.index]:
-                    yield self.plan.batch(batch)
+            yield from (batch for batch in shard.batches if batch.index in self.missing[shard.index])
+
+    def batches(self, work: list[ShardPlan]) -> Iterator[Batch]:
+        """The same with their rows."""
+        return map(self.plan.batch, self.missing_batches(work))
 
     def commit(self, done: CompressedBatch) -> None:
         """Make a finished batch durable, and its shard when it was the last one missing."""
@@ -85,9 +94,25 @@ class Share:
             raise FluxbatchError(
                 f"{self.folder.job} is gone: output.dir was moved or unmounted; nothing more is written"
             )
-        shards.commit_batch(self.folder, done)
+        shards.commit_batch(self.folder, self._with_attempts(done))
         missing = self.missing[done.batch.plan.shard]
         missing.discard(done.batch.plan.index)
         if not missing:
             del self.missing[done.batch.plan.shard]
             self.settle(self.plan.shard(done.batch.plan.shard))
+
+    def _with_attempts(self, done: CompressedBatch) -> CompressedBatch:
+        """Failures of a retry say how often their row has been tried."""
+        part = self.plan.part(done.batch.plan.shard)
+        if not done.num_failed or part.kind != "retry":
+            return done
+        if part.index not in self._attempts:
+            self._attempts[part.index] = ledger.attempts(self.folder, self.ledger, before_shard=part.first_shard)
+        earlier = self._attempts[part.index]
+        return replace(done, results=tuple(_counted(result, earlier.get(result.id, 0)) for result in done.results))
+
+
+def _counted(result: RowResult, earlier: int) -> RowResult:
+    if result.failure is None:
+        return result
+    return replace(result, failure=replace(result.failure, attempts=earlier + 1))

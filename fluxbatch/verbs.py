@@ -111,14 +111,24 @@ def status(cfg: JobConfig) -> Answer:
 
 def verify(cfg: JobConfig) -> Answer:
     """Whether every row is accounted for and every file is sound."""
+    from fluxbatch.repair import repair as repair_folder
     from fluxbatch.verify import verify as verify_folder
 
-    counts, found = verify_folder(_existing(cfg), decode=cfg.verify.decode)
-    answer = {**asdict(counts), "discrepancies": [asdict(discrepancy) for discrepancy in found]}
+    folder = _existing(cfg)
+    counts, found = verify_folder(folder, decode=cfg.verify.decode)
+    moved = repair_folder(folder, decode=cfg.verify.decode) if cfg.verify.repair and found else []
+    if moved:
+        counts, _ = verify_folder(folder, decode=False)
+    answer: dict[str, Any] = {
+        **asdict(counts),
+        "discrepancies": [{**asdict(fault), "message": fault.message} for fault in found],
+        "set_aside": [asdict(move) for move in moved],
+    }
     lines = [*_count_lines(counts), f"discrepancies: {len(found)}"]
     lines += [f"  {discrepancy.file}: {discrepancy.message}" for discrepancy in found]
+    lines += [f"set aside: {move.file} as {move.now}" for move in moved]
     if counts.pending:
-        lines += [f"incomplete: {counts.pending} rows are pending; run the same command again"]
+        lines += [f"incomplete: {counts.pending} rows are pending; run the same command again to make them"]
     return answer, "\n".join(lines), EXIT_DISCREPANCY if found or not counts.balanced else EXIT_DONE
 
 

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from fluxbatch.bench.contestants import Cell, Turn
 from fluxbatch.bench.end_to_end import kernel_gaps
 from fluxbatch.bench.jobs import JobRun
 from fluxbatch.bench.measure import Limit, parse_size, timed_ms
-from fluxbatch.bench.peers import Seat, compare, seconds_per_image
+from fluxbatch.bench.peers import Seat, _order, compare, seconds_per_image
 from fluxbatch.command import run_command
 from fluxbatch.config import JobConfig, PlanConfig, SamplerConfig
 from fluxbatch.models.tokens import RandomTokenizer
@@ -95,7 +96,7 @@ def test_peers_draw_where_they_can_and_say_why_where_they_cannot(answers: dict[s
     assert found["loop"]["s_per_image"] > 0 and found["fluxbatch"]["s_per_image"] > 0
     assert found["fluxbatch"]["times_loop"] > 0
     assert found["lossless"]["error"] == found["torchao_fp8"]["error"] == "needs a CUDA device"
-    assert "FP8" in found["fluxbatch_fp8"]["error"]
+    assert found["fluxbatch_fp8"]["kind"] == "quantised" and found["fluxbatch_fp8"]["s_per_image"] > 0
 
 
 def test_bench_alone_lists_the_questions() -> None:
@@ -129,10 +130,11 @@ def test_the_limit_ends_peers_with_what_was_measured() -> None:
 
 def test_a_mixed_manifest_is_drawn_whole_by_the_job_and_in_turns_by_the_loop() -> None:
     code, out, err = bench("peers", *SMALL, "--size", "64x64", "--steps", "2", "--mixed", "12", "--rounds", "1",
-                           "--seconds", "0.1", "--peers", "loop,fluxbatch", "--no-results", "--json")  # fmt: skip
+                           "--seconds", "0.1", "--peers", "loop,fluxbatch", "--alone", "--no-results",
+                           "--json")  # fmt: skip
     assert code == 0, err
     answer = json.loads(out)
-    assert len(answer["buckets"]) == 12 and answer["contestants"]["fluxbatch"]["images"] == 12
+    assert len(answer["batch_sizes"]) == 12 and answer["contestants"]["fluxbatch"]["images"] == 12
     assert "s_per_image" not in answer["contestants"]["loop"], "it had no time for a row of each shape"
 
 
@@ -183,6 +185,19 @@ def test_comparisons_are_times_as_fast() -> None:
     found: dict[str, dict[str, Any]] = {"loop": {"s_per_image": 6.0}, "fluxbatch": {"s_per_image": 2.0}, "lossless": {}}
     compare(found)
     assert found["fluxbatch"] == {"s_per_image": 2.0, "times_loop": 3.0}
+
+
+def test_turns_go_forward_then_backward_or_one_contestant_after_another() -> None:
+    assert _order(["a", "b"], 2, alone=False) == [("a", 0), ("b", 0), ("b", 1), ("a", 1)]  # type: ignore[list-item]
+    assert _order(["a", "b"], 2, alone=True) == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]  # type: ignore[list-item]
+
+
+def test_a_mixed_manifest_plans_a_batch_size_for_each_shape() -> None:
+    mixed = cell(rows=200)
+    auto = replace(mixed, cfg=replace(mixed.cfg, plan=PlanConfig()))
+    sizes = {bucket.name: auto.batch_size(bucket) for bucket in auto.buckets}
+    assert sizes["1024x1024-28"] == 4 < sizes["512x512-28"] <= 16
+    assert {mixed.batch_size(bucket) for bucket in mixed.buckets} == {2}
 
 
 class Broken:

@@ -20,13 +20,15 @@ import torch
 
 from fluxbatch import config
 from fluxbatch.bench import jobs, recipes
-from fluxbatch.bench.measure import Limit, device_of, synchronize
+from fluxbatch.bench.measure import Limit, device_of
 from fluxbatch.config import JobConfig, ModelConfig
-from fluxbatch.models import Model
+from fluxbatch.models import Model, check_model
+from fluxbatch.plan import batch_size
 from fluxbatch.records import Bucket, Request
 
 WARM_UP_STEPS = 4  # shapes are what is compiled, not steps
 MIXED_SIDES = ((1024, 1024), (768, 1344), (1344, 768), (832, 1216), (1216, 832), (512, 512))
+ENDLESS_ROWS = 2**20  # of a series: enough for any batch size
 FEWER_STEPS = 20 / 28  # the second step count of a mixed manifest
 
 
@@ -34,7 +36,7 @@ FEWER_STEPS = 20 / 28  # the second step count of a mixed manifest
 class Cell:
     """What everybody draws: an endless series of rows of one bucket, or the rows of a mixed manifest."""
 
-    cfg: JobConfig  # with the batch size
+    cfg: JobConfig
     buckets: tuple[Bucket, ...]
     rows: tuple[Request, ...] = ()
 
@@ -53,9 +55,15 @@ class Cell:
         rows = tuple(jobs.request(n, buckets[n % len(buckets)], guidance_scale=guidance) for n in range(count))
         return cls(cfg, tuple(buckets), rows)
 
-    @property
-    def batch_size(self) -> int:
-        return int(self.cfg.plan.batch_size)
+    def batch_size(self, bucket: Bucket) -> int:
+        """Images in one launch of this bucket, as the job will plan it."""
+        num_rows = sum(_bucket_name(row) == _shape_name(bucket) for row in self.rows) or ENDLESS_ROWS
+        return batch_size(bucket, self.cfg.plan, num_rows=num_rows)
+
+    def short_shapes(self) -> dict[Bucket, int]:
+        """Every launch shape at few steps, and its batch size."""
+        steps = min(WARM_UP_STEPS, min(bucket.num_inference_steps for bucket in self.buckets))
+        return {replace(bucket, num_inference_steps=steps): self.batch_size(bucket) for bucket in self.buckets}
 
     def series(self) -> Iterator[Request]:
         if self.rows:
@@ -66,12 +74,8 @@ class Cell:
     def first_rows(self, count: int) -> list[Request]:
         return list(itertools.islice(self.series(), count))
 
-    def warm_up_rows(self, per_shape: int) -> list[Request]:
-        """Rows of every shape, of few steps."""
-        steps = min(WARM_UP_STEPS, min(bucket.num_inference_steps for bucket in self.buckets))
-        shapes = dict.fromkeys(replace(bucket, num_inference_steps=steps) for bucket in self.buckets)
-        guidance = self.cfg.sampler.guidance_scale
-        return [row for shape in shapes for row in jobs.requests(per_shape, shape, guidance_scale=guidance)]
+    def rows_of(self, bucket: Bucket, count: int) -> list[Request]:
+        return jobs.requests(count, bucket, guidance_scale=self.cfg.sampler.guidance_scale)
 
 
 @dataclass
@@ -115,6 +119,9 @@ class Shelf:
 
     def __init__(self) -> None:
         self._parts: dict[str, dict[str, Any]] = {}
+
+    def clear(self) -> None:
+        self._parts.clear()
 
     def parts(self, cfg: ModelConfig) -> dict[str, Any]:
         if cfg.dtype not in self._parts:
@@ -166,8 +173,8 @@ class DiffusersLoop:
 
     def warm_up(self) -> None:
         with self._compiling():
-            for row in self._cell.warm_up_rows(per_shape=1):
-                self._draw(row)
+            for shape in self._cell.short_shapes():
+                self._draw(*self._cell.rows_of(shape, 1))
 
     def turn(self, seconds: float, limit: Limit) -> Turn:
         turn, save_s = Turn(), 0.0
@@ -216,23 +223,24 @@ class Fluxbatch:
         self._s_per_image = math.inf
 
     def missing(self) -> str | None:
-        quantised, device = self._cfg.model.quantization != "none", device_of(self._cfg)
-        return "needs a GPU with FP8 (Ada, Hopper or later)" if quantised and not has_fp8(device) else None
+        return None  # what cannot be had is refused when it is built, in the words that a run has for it
 
     def build(self) -> None:
         config.check(self._cfg)
+        check_model(self._cfg.model)
         self._folder.mkdir(exist_ok=True)
         self._model, _ = jobs.load(self._cfg)
 
     def warm_up(self) -> None:
-        """One job of two batches a shape; from the second one's stages it is known how long a batch takes."""
+        """A job of two batches for each shape; from the last batch's stages it is known how long one takes."""
         assert self._model is not None
-        done = jobs.run(self._cfg, self._model, self._cell.warm_up_rows(2 * self._cell.batch_size), self._folder)
-        synchronize(self._model.device)
-        last, bucket = done.lines[-1], self._cell.buckets[0]
+        for shape, size in self._cell.short_shapes().items():
+            cfg = jobs.with_batch_size(self._cfg, size)
+            done = jobs.run(cfg, self._model, self._cell.rows_of(shape, 2 * size), self._folder)
+        last, bucket = done.lines[-1], self._cell.buckets[-1]
         step_ms = last["denoise_ms"] / last["num_inference_steps"]
         batch_ms = step_ms * bucket.num_inference_steps + last["decode_ms"] + last["encode_ms"]
-        self._s_per_image = batch_ms / 1e3 / self._cell.batch_size
+        self._s_per_image = batch_ms / 1e3 / size
 
     def turn(self, seconds: float, limit: Limit) -> Turn:
         assert self._model is not None
@@ -247,7 +255,7 @@ class Fluxbatch:
 
     def _rows_for(self, seconds: float) -> list[Request]:
         """One batch to fill the pipeline, and enough of them for the time; at least three."""
-        size = self._cell.batch_size
+        size = self._cell.batch_size(self._cell.buckets[0])
         batches = 1 + max(2, math.ceil(max(0.0, seconds) / (self._s_per_image * size)))
         return self._cell.first_rows(batches * size)
 
@@ -260,6 +268,11 @@ class Fluxbatch:
 
 def has_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def _shape_name(bucket: Bucket) -> str:
+    """Of its rows, whose columns do not say whether there is a second pass."""
+    return replace(bucket, negative_pass=False).name
 
 
 def _bucket_name(row: Request) -> str:

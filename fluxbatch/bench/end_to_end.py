@@ -123,7 +123,8 @@ def _traced(cfg: JobConfig, model: Model, rows: Sequence[Request], folder: Path)
     kind = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
     assert profiler.profiler is not None
     events = profiler.profiler.kineto_results.events()
-    return kernel_gaps([(e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.device_type() == kind])
+    ran = [event for event in events if event.device_type() == kind and not event.is_user_annotation()]
+    return kernel_gaps([(event.start_ns(), event.start_ns() + event.duration_ns()) for event in ran])
 
 
 def kernel_gaps(spans_ns: Sequence[tuple[int, int]]) -> dict[str, Any]:

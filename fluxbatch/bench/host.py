@@ -29,7 +29,7 @@ from fluxbatch import tiny
 from fluxbatch.bench import jobs
 from fluxbatch.bench.measure import device_of, parse_size
 from fluxbatch.config import JobConfig
-from fluxbatch.models import PromptEmbeds, Schedule, Tokens, loading
+from fluxbatch.models import Flow, PromptEmbeds, Schedule, Tokens, loading
 from fluxbatch.models.tokens import tokenize_fixed
 from fluxbatch.records import Bucket, CompressedBatch
 from fluxbatch.share import Share
@@ -67,10 +67,8 @@ class InstantModel:
     def pack(self, noise: Tensor) -> Tensor:
         return noise.flatten(1).unsqueeze(1)
 
-    def velocity(
-        self, latents: Tensor, *, timestep: Tensor, embeds: PromptEmbeds, guidance: Tensor, bucket: Bucket
-    ) -> Tensor:
-        return latents
+    def flow(self, *, embeds: PromptEmbeds, guidance: Tensor, bucket: Bucket) -> Flow:
+        return lambda latents, step: latents
 
     def cfg_scale(self, guidance: Tensor) -> Tensor:
         return guidance

@@ -54,6 +54,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     jobs.add_shape_options(parser, sizes=False)
     parser.add_argument("--seconds", type=float, default=60, help="of steady state, each contestant, all rounds")
     parser.add_argument("--rounds", type=int, default=2, help="turns of each contestant")
+    parser.add_argument("--alone", action="store_true", help="each takes all its turns, then is freed: saves memory")
     parser.add_argument("--peers", default=DEFAULT, help=f"any of {','.join(NAMES)}")
     parser.add_argument("--mixed", type=int, metavar="ROWS", help="a manifest of 6 shapes and 2 step counts")
     parser.add_argument("--baseline-dtype", choices=DTYPES, help="of `loop` alone; default: model.dtype")
@@ -62,22 +63,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(cfg: JobConfig, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    limit, size = Limit(options.limit_s), jobs.batch_size(cfg, options)
-    cell = _cell(jobs.with_batch_size(cfg, size), options)
+    limit, cell, shelf = Limit(options.limit_s), _cell(cfg, options), Shelf()
     torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
     with jobs.scratch(options.folder) as folder:
-        seats = [Seat(contestant, cell) for contestant in _contestants(cell, options, folder)]
+        seats = [Seat(contestant, cell) for contestant in _contestants(cell, options, shelf, folder)]
         contestants: dict[str, dict[str, Any]] = {}
-        buckets = [bucket.name for bucket in cell.buckets]
-        figures = {"buckets": buckets, "batch_size": size, "contestants": contestants}
+        batch_sizes = {bucket.name: cell.batch_size(bucket) for bucket in cell.buckets}
+        figures = {"batch_sizes": batch_sizes, "contestants": contestants}
         table(TURN_COLUMNS, [])
         try:
-            for number in range(options.rounds):
-                for seat in seats if number % 2 == 0 else seats[::-1]:
-                    if not limit.over:
-                        seat.sit(number, options.seconds / options.rounds, limit)
-                    contestants[seat.name] = seat.figures()
-                    yield figures
+            for seat, number in _order(seats, options.rounds, alone=options.alone):
+                if not limit.over:
+                    seat.sit(number, options.seconds / options.rounds, limit)
+                contestants[seat.name] = seat.figures()
+                yield figures
+                if options.alone and number == options.rounds - 1:
+                    shelf.clear()
+                    seat.close()
         finally:
             for seat in seats:
                 seat.close()
@@ -90,17 +92,28 @@ def measure(cfg: JobConfig, options: argparse.Namespace) -> Iterator[dict[str, A
     yield {**figures, "ok": any("s_per_image" in found for found in contestants.values())}
 
 
+def _order(seats: list[Seat], rounds: int, *, alone: bool) -> list[tuple[Seat, int]]:
+    """Who draws when, in which of his turns: forward, backward, ...; `alone`: all turns of one, then of the next."""
+    if alone:
+        return [(seat, number) for seat in seats for number in range(rounds)]
+    return [(seat, number) for number in range(rounds) for seat in (seats if number % 2 == 0 else seats[::-1])]
+
+
 def _cell(cfg: JobConfig, options: argparse.Namespace) -> Cell:
+    """A mixed manifest keeps plan.batch_size=auto: each of its shapes has a size of its own."""
     bucket = jobs.bucket_of(cfg, options.size, options.steps)
-    return Cell.mixed(cfg, bucket, options.mixed) if options.mixed else Cell.uniform(cfg, bucket)
+    if options.mixed and options.batch_size is None:
+        return Cell.mixed(cfg, bucket, options.mixed)
+    sized = jobs.with_batch_size(cfg, jobs.batch_size(cfg, options))
+    return Cell.mixed(sized, bucket, options.mixed) if options.mixed else Cell.uniform(sized, bucket)
 
 
-def _contestants(cell: Cell, options: argparse.Namespace, folder: Path) -> list[Contestant]:
+def _contestants(cell: Cell, options: argparse.Namespace, shelf: Shelf, folder: Path) -> list[Contestant]:
     wanted = options.peers.split(",")
     unknown = [name for name in wanted if name not in NAMES]
     if unknown:
         raise ConfigError(f"bench peers: --peers must be of {', '.join(NAMES)}, got {unknown[0]!r}")
-    loop = partial(DiffusersLoop, cell=cell, shelf=Shelf(), folder=folder)
+    loop = partial(DiffusersLoop, cell=cell, shelf=shelf, folder=folder)
     steps = max(bucket.num_inference_steps for bucket in cell.buckets)
     made: dict[str, Contestant] = {
         "loop": loop("loop", "lossless", dtype=options.baseline_dtype),

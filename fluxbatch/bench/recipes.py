@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from fluxbatch.config import ModelConfig
-from fluxbatch.models import flux1, flux2, loading
+from fluxbatch.models import flux1, flux2, loading, tuning
 from fluxbatch.models.tokens import RandomTokenizer
 
 QWEN3_LAYERS = 36  # diffusers runs all of them, and the head
@@ -154,11 +154,11 @@ def cached_steps(pipe: Any, *, num_inference_steps: int) -> None:
 
 def fuse(pipe: Any) -> None:
     """Fused QKV projections, and the fastest attention that this GPU has in torch."""
-    pipe.transformer.fuse_qkv_projections()
-    device = pipe.transformer.device
-    half = pipe.transformer.dtype is not torch.float32
-    if device.type == "cuda" and half and torch.cuda.get_device_capability(device) == (9, 0):
-        pipe.transformer.set_attention_backend("_native_cudnn")
+    transformer = pipe.transformer
+    transformer.fuse_qkv_projections()
+    placement = loading.Placement(transformer.device, transformer.dtype, transformer.dtype, pipe.vae.dtype)
+    if tuning.cudnn_attention(transformer.config.attention_head_dim, placement):
+        transformer.set_attention_backend("_native_cudnn")
 
 
 def compile_parts(pipe: Any) -> None:

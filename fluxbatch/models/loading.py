@@ -25,6 +25,7 @@ from torch import nn
 from fluxbatch import tiny
 from fluxbatch.config import ModelConfig
 from fluxbatch.errors import ConfigError, FluxbatchError
+from fluxbatch.models.trust import refuse_code
 
 logger = logging.getLogger("fluxbatch")
 
@@ -151,10 +152,11 @@ def model_folder(cfg: ModelConfig) -> Path:
         missing = _missing_file(folder, LAYOUTS[cfg.family])
         if missing is not None:
             raise ConfigError(f"model.path={cfg.path or folder}: {missing} is missing in {folder}")
+        refuse_code(folder, index=read_json(folder / "model_index.json"))
         _check_kind(folder, cfg)
     except OSError as error:  # a permission, a stale mount
         raise FluxbatchError(f"model.path={cfg.path}: {first_line(error)}") from error
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise FluxbatchError(f"model.path={cfg.path}: a .json file in it is not JSON: {error}") from error
     return folder
 

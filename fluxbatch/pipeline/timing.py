@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from fluxbatch.pipeline.ring import Stopped
+from fluxbatch.pipeline.watch import Watch
 from fluxbatch.records import Batch, StageTimes
 
 STAGES = ("prefetch", "encode", "denoise", "decode", "transfer", "compress")
@@ -24,8 +25,9 @@ CPU = torch.device("cpu")
 class BatchTimes:
     """The clocks of one batch. One thread at a time holds a batch, so nothing is locked."""
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: Batch, watch: Watch | None = None) -> None:
         self.batch = batch
+        self._watch = watch or Watch()
         self.current_stage = ""  # the last one entered
         self.first_of_shape = False
         self.out_of_memory_splits = 0
@@ -43,8 +45,9 @@ class BatchTimes:
 
     @contextmanager
     def located(self, name: str) -> Iterator[None]:
-        """An exception that passes is told the stage and the batch."""
+        """An exception that passes is told the stage and the batch; one that takes for ever is noticed by the watch."""
         self.current_stage = name
+        self._watch.enter(self)
         try:
             yield
         except Stopped:
@@ -52,6 +55,12 @@ class BatchTimes:
         except BaseException as error:
             error.add_note(self.place)
             raise
+        finally:
+            self._watch.leave(self)
+
+    def alive(self) -> None:
+        """A sign of life of a stage that goes on."""
+        self._watch.enter(self)
 
     @property
     def place(self) -> str:
