@@ -16,7 +16,7 @@ from fluxbatch.config import ModelConfig, PipelineConfig
 from fluxbatch.models import Model, PromptEmbeds, memory
 from fluxbatch.pipeline.decode import decode, launch_size
 from fluxbatch.pipeline.denoise import denoise
-from fluxbatch.pipeline.loop import cuda_index
+from fluxbatch.pipeline.device import cuda_index, is_out_of_memory
 from fluxbatch.records import Bucket, LaunchCost
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,9 @@ class LaunchMeter:
         try:
             with torch.cuda.device(self._device_index):  # kernels go to the current device, which is 0 in this thread
                 return self._cost(replace(bucket, num_inference_steps=STEPS), size)
-        except torch.OutOfMemoryError:
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             log.info("%dx%d: %d images do not fit", bucket.height, bucket.width, size)
         finally:
             self._give_back()  # outside the handler: its exception's frames hold every tensor of the attempt
@@ -99,9 +101,9 @@ class LaunchMeter:
             try:
                 self._decode(latents, bucket)
                 return
-            except torch.OutOfMemoryError:
+            except (RuntimeError, MemoryError) as error:
                 rows = launch_size(len(latents), max_rows=max(1, self._decode_max_pixels // area))
-                if rows == 1:
+                if rows == 1 or not is_out_of_memory(error):
                     raise
                 self._decode_max_pixels = rows // 2 * area
             self._give_back()
