@@ -31,6 +31,8 @@ def _do_and_explain(arguments: list[str]) -> int:
         if "--version" in arguments:
             print(__version__)
             return 0
+        if arguments[:1] == ["bench"]:
+            return verbs.bench(arguments[1:])
         verb, as_json, overrides = _parse(arguments)
         return with_config(overrides, lambda cfg: _do(verbs.VERBS[verb], cfg, as_json=as_json))
     except ProcessLost as error:
@@ -51,7 +53,9 @@ def _parse(arguments: list[str]) -> tuple[str, bool, list[str]]:
     elif first in verbs.VERBS:
         verb, rest = first, arguments[1:]
     else:
-        raise ConfigError(f"the verb must be one of {', '.join(verbs.VERBS)}, got {first!r}")
+        raise ConfigError(f"the verb must be one of {', '.join([*verbs.VERBS, 'bench'])}, got {first!r}")
+    if verb == "verify":
+        rest = ["verify.repair=true" if argument == "--repair" else argument for argument in rest]
     return verb, "--json" in rest, [argument for argument in rest if argument != "--json"]
 
 
@@ -69,10 +73,18 @@ def _say(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+DISK_REMEDIES = {
+    errno.ENOSPC: "make room",
+    errno.EDQUOT: "make room or have the quota raised",
+    errno.EROFS: "make it writable",
+    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ENOTCONN), "see to the disk"),
+}
+
+
 def _disk_sentence(error: OSError) -> str:
     told = f"{error.filename or 'the disk'}: {error.strerror or error}"
-    no_room = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return f"{told}; make room and run the same command again, what is committed is safe" if no_room else told
+    remedy = DISK_REMEDIES.get(error.errno or 0)
+    return f"{told}; {remedy} and run the same command again, what is committed is safe" if remedy else told
 
 
 def sentence(what: Exception | str) -> str:

@@ -95,7 +95,7 @@ def publish_file(path: Path, write: Callable[[BinaryIO], object]) -> bool:
         step("fsync", path)
         return _create(path, temporary)
     finally:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):  # on a disk that is read-only now it stays, and a later start removes it
             temporary.unlink()
 
 
@@ -151,25 +151,37 @@ def replace_file(path: Path, content: bytes) -> None:
         os.replace(temporary, path)
         fsync_folder(path.parent)
     finally:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             temporary.unlink()
 
 
 @_names_path
+def append(path: Path, text: str, *, durable: bool) -> None:
+    """Append whole lines in one write. A line torn by an earlier crash is closed off first."""
+    with open(path, "ab+", opener=_open_itself) as file:
+        if file.tell() and not _ends_with_newline(file):
+            text = "\n" + text
+        file.write(text.encode())
+        if durable:
+            fsync_file(file)
+
+
+@_names_path
 def append_lines(path: Path, records: list[dict[str, Any]]) -> None:
-    """Append JSON lines in one write and make them durable. A line torn by an earlier crash is closed off first."""
+    """Append JSON lines in one write and make them durable."""
     path.parent.mkdir(parents=True, exist_ok=True)
     created = not path.exists()
     text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
     step("before_lines", path)
-    with open(path, "ab+") as file:
-        if file.tell() and not _ends_with_newline(file):
-            text = "\n" + text
-        file.write(text.encode())
-        fsync_file(file)
+    append(path, text, durable=True)
     if created:
         fsync_folder(path.parent)
     step("lines", path)
+
+
+def _open_itself(path: str, flags: int) -> int:
+    """Not what a symlink of that name points to: nothing is written outside the run folder."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def _ends_with_newline(file: BinaryIO) -> bool:

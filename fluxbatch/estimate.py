@@ -9,6 +9,7 @@ from fluxbatch.plan import BucketRun, PlanPart
 
 # Bytes a pixel, RGB. Photographs: medians of common test images; the codecs' own spread is a factor of two.
 BYTES_PER_PIXEL = {"png": 1.5, "jpeg": 0.45, "webp": 0.35}
+LEAST_BYTES_PER_PIXEL = {"png": 0.05, "jpeg": 0.02, "webp": 0.01}  # flat drawings; no photograph comes near
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,12 @@ COSTS = {
 def image_bytes(part: PlanPart, cfg: JobConfig) -> int:
     """About how many bytes the images will take: a rule of thumb for photographs, no measurement of this job."""
     pixels = sum(run.num_rows * run.bucket.height * run.bucket.width for run in part.runs)
-    return round(pixels * BYTES_PER_PIXEL[cfg.output.image_format])
+    return pixel_bytes(pixels, cfg.output.image_format)[1]
+
+
+def pixel_bytes(pixels: int, image_format: str) -> tuple[int, int]:
+    """Bytes of so many pixels: the least that pictures can take, and what photographs take."""
+    return round(pixels * LEAST_BYTES_PER_PIXEL[image_format]), round(pixels * BYTES_PER_PIXEL[image_format])
 
 
 def gpu_hours(part: PlanPart, cfg: JobConfig) -> float | None:

@@ -71,6 +71,15 @@ class RunFolder:
         return self.locks / f"rank-{rank:05d}.json"
 
     @property
+    def aside(self) -> Path:
+        """What `verify --repair` took out of the way."""
+        return self.root / "set_aside"
+
+    def own_folders(self) -> tuple[Path, ...]:
+        """Every folder that is written to."""
+        return self.data, self.failures, self.batches, self.ledgers, self.logs, self.locks, self.aside
+
+    @property
     def card(self) -> Path:
         return self.root / "README.md"
 
@@ -85,6 +94,10 @@ class RunFolder:
     @property
     def contact_sheet(self) -> Path:
         return self.root / "contact_sheet.png"
+
+    def told(self) -> tuple[Path, ...]:
+        """What a complete job tells of itself; all of it is made again from the other files."""
+        return self.card, self.report_json, self.report_html, self.contact_sheet
 
     @property
     def success(self) -> Path:

@@ -73,12 +73,14 @@ def _describe(cfg: JobConfig) -> dict[str, Any]:
 
 
 def _without_secrets(value: Any) -> Any:
-    """User and password cut out of URLs: no secret stands in a file."""
+    """Users, passwords and queries (signatures) cut out of URLs: no secret stands in a file."""
     if isinstance(value, dict):
         return {key: _without_secrets(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_without_secrets(item) for item in value]
-    return re.sub(r"(\w+://)[^/@\s]*@", r"\1", value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    return re.sub(r"(\w+://[^?\s]*)\?\S*", r"\1", re.sub(r"(\w+://)[^/@\s]*@", r"\1", value))
 
 
 def _version(package: str) -> str | None:

@@ -74,9 +74,12 @@ class Lease:
         aside = commit.temporary_sibling(self._path)
         with contextlib.suppress(FileNotFoundError):  # another starter was quicker
             os.rename(self._path, aside)
-            aside.unlink()
-            if owner:
+            if _read(aside) != owner:  # not the one that was judged: another starter has just taken over
+                with contextlib.suppress(FileExistsError):
+                    os.link(aside, self._path)
+            elif owner:
                 log.warning("took over the lease of a dead run: %s", _who(owner))
+            aside.unlink()
 
     def _refuse_other_world_size(self) -> None:
         for path in self._folder.locks.glob("rank-*.json"):

@@ -7,6 +7,7 @@ the file was lost, and is to be made again.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -88,6 +89,24 @@ def _line(record: dict[str, Any]) -> ShardCommit | None:
         return None
     line = ShardCommit(**values)  # type: ignore[arg-type]
     return line if shard_of(line.file) == line.shard else None
+
+
+def torn_lines(folder: RunFolder) -> list[str]:
+    """Where the ledgers hold lines that say nothing: torn by a kill, or altered."""
+    return [
+        f"{path.relative_to(folder.root).as_posix()} line {number}"
+        for path in sorted(folder.ledgers.glob("rank-*.jsonl"))
+        for number, text in enumerate(path.read_bytes().splitlines(), 1)
+        if text and not _says_something(text)
+    ]
+
+
+def _says_something(text: bytes) -> bool:
+    try:
+        record = json.loads(text)
+    except ValueError:
+        return False
+    return isinstance(record, dict) and _line(record) is not None
 
 
 def check_files(folder: RunFolder, ledger: Ledger) -> list[ShardCommit]:

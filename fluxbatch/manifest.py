@@ -205,6 +205,8 @@ def _is_manifest_file(path: str, *, below: str) -> bool:
 
 def _parquet_file(fs: Any, path: str) -> Source:
     local = "file" in fs.protocol
+    if local and not Path(path).is_file():  # a FIFO would wait for its writer for ever
+        raise ManifestError(f"{path}: not a regular file")
 
     def open_file() -> pq.ParquetFile:
         return pq.ParquetFile(path if local else fs.open(path), pre_buffer=False, buffer_size=READ_BYTES)

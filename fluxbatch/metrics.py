@@ -11,7 +11,6 @@ import importlib
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -19,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from fluxbatch.commit import replace_file
+from fluxbatch.commit import append, replace_file
 from fluxbatch.folder import RunFolder
 from fluxbatch.records import CompressedBatch, StageTimes
 
@@ -151,23 +150,12 @@ class MetricsLog:
         self._rank = rank
         self._gpu = gpu
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        _close_torn_line(self._path)
 
     def record(self, done: CompressedBatch, *, wall_s: float) -> dict[str, Any]:
         """Append one batch's line and return it. `wall_s`: since this rank finished the batch before."""
         line = batch_line(done, rank=self._rank, wall_s=wall_s) | self._gpu.sample()
-        with open(self._path, "ab") as file:  # one unbuffered write; a log that a crash may shorten needs no fsync
-            file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+        append(self._path, json.dumps(line, allow_nan=False) + "\n", durable=False)  # a crash may shorten a log
         return line
-
-
-def _close_torn_line(path: Path) -> None:
-    """End the line that a killed run left half written, so that the next one stands alone."""
-    with open(path, "ab+") as file:
-        if file.tell():
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                file.write(b"\n")
 
 
 def batch_line(done: CompressedBatch, *, rank: int, wall_s: float) -> dict[str, Any]:
@@ -190,7 +178,26 @@ def batch_line(done: CompressedBatch, *, rank: int, wall_s: float) -> dict[str, 
         "images_per_s": rate(done.num_ok, wall_s),
         "first_of_shape": done.times.first_of_shape,
         "out_of_memory_splits": done.times.out_of_memory_splits,
+        "peak_allocated_gib": finite(done.times.peak_allocated_gib),
+        "peak_reserved_gib": finite(done.times.peak_reserved_gib),
     }
+
+
+class PeakMemory:
+    """The most that the launches of each bucket needed on the GPU."""
+
+    def __init__(self) -> None:
+        self._gib: dict[str, tuple[float, float]] = {}
+
+    def add(self, done: CompressedBatch) -> None:
+        allocated_gib, reserved_gib = done.times.peak_allocated_gib, done.times.peak_reserved_gib
+        if allocated_gib is not None and reserved_gib is not None:
+            before = self._gib.get(done.batch.bucket.name, (0.0, 0.0))
+            self._gib[done.batch.bucket.name] = max(before[0], allocated_gib), max(before[1], reserved_gib)
+
+    def say(self) -> None:
+        for bucket, (allocated_gib, reserved_gib) in self._gib.items():
+            log.info("peak GPU memory, %s: %.2f GiB allocated, %.2f reserved", bucket, allocated_gib, reserved_gib)
 
 
 def _times(times: StageTimes) -> dict[str, float | None]:

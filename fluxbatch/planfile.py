@@ -36,6 +36,10 @@ SEED_RANGES = {pa.int64(): (-(2**63), 2**63 - 1), pa.uint64(): (0, 2**64 - 1), S
 REQUESTED = {"requested_height": pa.int32(), "requested_width": pa.int32()}
 
 
+class DamagedPlanError(FluxbatchError):
+    """A plan file, or rejected.parquet, cannot be read whole."""
+
+
 @dataclass(frozen=True, slots=True)
 class PlanFile:
     """One plan file, known by its footer alone."""
@@ -66,7 +70,7 @@ class RunPlan:
             return cls(files, num_rejected=0, planned=None)
         try:
             metadata, footer = _read_footer(folder.rejected)
-        except FluxbatchError as error:  # derived from the manifest: the next start compares again and makes it anew
+        except DamagedPlanError as error:  # derived from the manifest: the next start compares again and makes it anew
             log.warning("%s", error)
             return cls(files, num_rejected=0, planned=None)
         return cls(files, num_rejected=metadata.num_rows, planned=footer)
@@ -159,7 +163,7 @@ def _naming_damage(path: Path) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
-        raise FluxbatchError(f"{path}: not a file that fluxbatch wrote whole: {error}") from error
+        raise DamagedPlanError(f"{path}: not a file that fluxbatch wrote whole: {error}") from error
 
 
 def _requests(rows: pa.Table) -> Iterator[Request]:
@@ -219,6 +223,7 @@ def publish_part(
                 first_row += group.num_rows
         assert first_row == part.num_rows, f"{first_row} rows for a plan of {part.num_rows}"
 
+    folder.success.unlink(missing_ok=True)  # a plan that grows is not done
     return commit.publish_file(folder.plan(part.index), write)
 
 

@@ -187,7 +187,7 @@ def _commit_images(
     ids = [row_id for row_id in rows["id"].to_pylist() if row_id not in failed]
     if not ids:
         return []
-    path = _data_file(folder, shard, output)
+    path = data_file(folder, shard, output)
     schema = writers.data_schema(rows.schema)
     sha256 = _publish_images(path, _data_tables(folder, shard, rows, failed, schema), schema=schema, output=output)
     if sha256 is None:
@@ -195,7 +195,7 @@ def _commit_images(
     return [_describe(folder, shard, path, rows=len(ids), sha256=sha256)]
 
 
-def _data_file(folder: RunFolder, shard: ShardPlan, output: OutputConfig) -> Path:
+def data_file(folder: RunFolder, shard: ShardPlan, output: OutputConfig) -> Path:
     """The file that the ledger names for a shard."""
     path = folder.shard(shard.index, output.kind)
     return path / writers.METADATA if output.kind == "folder" else path
@@ -276,7 +276,7 @@ def _describe(
 
 def stands(folder: RunFolder, shard: ShardPlan, *, output: OutputConfig) -> bool:
     """Whether a file of this shard is in the folder, whatever its ledger says."""
-    return folder.failed_shard(shard.index).exists() or _data_file(folder, shard, output).exists()
+    return folder.failed_shard(shard.index).exists() or data_file(folder, shard, output).exists()
 
 
 def adopt(folder: RunFolder, shard: ShardPlan, rows: pa.Table, *, output: OutputConfig) -> list[ShardCommit]:
@@ -285,7 +285,7 @@ def adopt(folder: RunFolder, shard: ShardPlan, rows: pa.Table, *, output: Output
     Empty where nothing stands, or only a part of the shard. Raises FluxbatchError naming a file that cannot be read
     or holds other rows.
     """
-    failed_path, data_path = folder.failed_shard(shard.index), _data_file(folder, shard, output)
+    failed_path, data_path = folder.failed_shard(shard.index), data_file(folder, shard, output)
     failed = writers.stored_ids(failed_path) if failed_path.exists() else []
     written = writers.stored_ids(data_path) if data_path.exists() else []
     planned = rows["id"].to_pylist()

@@ -16,7 +16,7 @@ from fluxbatch.folder import RunFolder
 from fluxbatch.ledger import Ledger
 from fluxbatch.planfile import RunPlan
 from fluxbatch.ranks import Rank
-from fluxbatch.records import Batch, CompressedBatch, RowResult, ShardCommit, ShardPlan
+from fluxbatch.records import Batch, BatchPlan, CompressedBatch, RowResult, ShardCommit, ShardPlan
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,13 @@ class Share:
     def _adopt(self, shard: ShardPlan) -> list[ShardCommit]:
         if not shards.stands(self.folder, shard, output=self.cfg.output):
             return []
-        return shards.adopt(self.folder, shard, self.plan.rows(shard), output=self.cfg.output)
+        found = shards.adopt(self.folder, shard, self.plan.rows(shard), output=self.cfg.output)
+        data = shards.data_file(self.folder, shard, self.cfg.output)
+        if not found and data.exists() and not any(line.rows for line in self.ledger.commits.get(shard.index, ())):
+            raise FluxbatchError(
+                f"{data} holds only some rows of its shard and has no ledger line; `verify --repair` sets it aside"
+            )
+        return found
 
     def settle(self, shard: ShardPlan) -> None:
         """All batches of a shard are on disk: make its file, then its ledger line, then drop the batches."""
@@ -73,12 +79,14 @@ class Share:
         self.ledger.append(self.folder, self.rank.index, commits)
         shards.remove_batches(self.folder, shard)
 
-    def batches(self, work: list[ShardPlan]) -> Iterator[Batch]:
+    def missing_batches(self, work: list[ShardPlan]) -> Iterator[BatchPlan]:
         """The batches to make, in plan order."""
         for shard in work:
-            for batch in shard.batches:
-                if batch.index in self.missing[shard.index]:
-                    yield self.plan.batch(batch)
+            yield from (batch for batch in shard.batches if batch.index in self.missing[shard.index])
+
+    def batches(self, work: list[ShardPlan]) -> Iterator[Batch]:
+        """The same with their rows."""
+        return map(self.plan.batch, self.missing_batches(work))
 
     def commit(self, done: CompressedBatch) -> None:
         """Make a finished batch durable, and its shard when it was the last one missing."""

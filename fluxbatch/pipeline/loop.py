@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -26,9 +27,10 @@ from torch import Tensor
 
 from fluxbatch.config import ModelConfig, OutputConfig, PipelineConfig
 from fluxbatch.errors import ProcessLost
-from fluxbatch.models import Model, PromptEmbeds
+from fluxbatch.models import Model, PromptEmbeds, memory
+from fluxbatch.models.compile_cache import CompileWatch
 from fluxbatch.pipeline import compress, transfer
-from fluxbatch.pipeline.decode import decode, padded
+from fluxbatch.pipeline.decode import decode, launch_size, padded
 from fluxbatch.pipeline.denoise import denoise
 from fluxbatch.pipeline.device import cuda_index, is_context_lost, is_out_of_memory
 from fluxbatch.pipeline.encode import PromptEncoder
@@ -248,11 +250,13 @@ class Launcher:
         )
         self._decode_max_pixels = model_cfg.decode_max_pixels
         self._max_rows: dict[Bucket, int] = {}  # what has fitted into memory after a launch that did not
+        self._max_decode_rows: dict[Bucket, int] = {}  # the same of the decoder's launches
         self._shapes: set[tuple[int, int, bool, int]] = set()
+        self._compile_watch = CompileWatch()
 
     @torch.inference_mode()
     def __call__(self, staged: StagedBatch) -> LaunchedBatch:
-        with torch.cuda.device(self._device_index):  # a new thread starts on device 0
+        with torch.cuda.device(self._device_index), self._observed(staged.times):  # a new thread starts on device 0
             tokenized = staged.tokenized
             upcoming = self._prefetch.take(tokenized)
             inputs = self._attempt_twice(tokenized.times, partial(self._copy_in, staged))
@@ -267,6 +271,17 @@ class Launcher:
                 drawn, failures = self._draw(tokenized, *inputs)
             slot = self._outputs.acquire()
             return transfer.copy_out(tokenized, drawn, failures, slot, self._streams, device=self._model.device)
+
+    @contextmanager
+    def _observed(self, times: BatchTimes) -> Iterator[None]:
+        """What a launch needs at most, which the allocator knows at once, and what the first of a shape compiles."""
+        before = self._compile_watch.read()
+        memory.reset_peak(self._model.device)
+        yield
+        times.peak_gib = memory.peak_gib(self._model.device)
+        if times.first_of_shape and self._model.device.type == "cuda":
+            log.info("bucket %s, %d a launch: %s", times.batch.bucket.name, times.batch.plan.size,
+                     self._compile_watch.read() - before)  # fmt: skip
 
     def _copy_in(self, staged: StagedBatch) -> tuple[Tensor, Tensor]:
         with staged.times.located("transfer"):
@@ -308,7 +323,7 @@ class Launcher:
 
     def _launch(
         self, tokenized: TokenizedBatch, noise: Tensor, guidance: Tensor, *, first_row: int, size: int
-    ) -> Drawn:
+    ) -> Drawn | OutOfMemory:
         """Draw up to `size` rows; the launch has that size in any case, padded with its last row."""
         times, bucket, device = tokenized.times, tokenized.batch.bucket, self._model.device
         rows = slice(first_row, first_row + size)
@@ -329,14 +344,36 @@ class Launcher:
                 before_step=partial(self._before_step, times),
             )
         denoise_finite = finite_rows(latents)
-        with times.stage("decode", on=device):
-            pixels, decode_finite, vae_dtype = decode(
-                self._model, latents, bucket=bucket, max_pixels=self._decode_max_pixels
-            )
+        decoded = self._decode(times, latents)
+        if isinstance(decoded, OutOfMemory):
+            return decoded
+        pixels, decode_finite, vae_dtype = decoded
         num_rows = len(tokenized.prompts[rows])
         finite_B3 = torch.stack([encode_finite, denoise_finite, decode_finite], dim=1)
         dtypes = (next(iter(embeds.values())).dtype, latents.dtype, vae_dtype)
         return Drawn(first_row, pixels[:num_rows], finite_B3[:num_rows], dtypes)
+
+    def _decode(self, times: BatchTimes, latents: Tensor) -> tuple[Tensor, Tensor, torch.dtype] | OutOfMemory:
+        """Pixels of the latents. The decoder's launches are halved where memory is short; the denoise stands."""
+        bucket = times.batch.bucket
+        area = bucket.height * bucket.width
+        rows = launch_size(len(latents), max_rows=max(1, self._decode_max_pixels // area))
+        rows = min(rows, self._max_decode_rows.get(bucket, rows))
+        while True:
+            outcome = self._attempt(times, partial(self._decode_launches, times, latents, max_pixels=rows * area))
+            if not isinstance(outcome, OutOfMemory) or rows == 1:
+                return outcome
+            rows //= 2
+            times.out_of_memory_splits += 1
+            self._max_decode_rows[bucket] = rows
+            log.warning("%s: out of memory; bucket %s goes on with %d images in a launch of the decoder (%s)",
+                        times.place, bucket.name, rows, outcome.message)  # fmt: skip
+
+    def _decode_launches(
+        self, times: BatchTimes, latents: Tensor, *, max_pixels: int
+    ) -> tuple[Tensor, Tensor, torch.dtype]:
+        with times.stage("decode", on=self._model.device):
+            return decode(self._model, latents, bucket=times.batch.bucket, max_pixels=max_pixels)
 
     def _before_step(self, times: BatchTimes) -> None:
         self._outputs.check()

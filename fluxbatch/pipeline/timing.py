@@ -31,6 +31,7 @@ class BatchTimes:
         self.current_stage = ""  # the last one entered
         self.first_of_shape = False
         self.out_of_memory_splits = 0
+        self.peak_gib: tuple[float, float] | None = None  # allocated, reserved
         self._spans_ms: dict[str, list[Callable[[], float]]] = {stage: [] for stage in STAGES}
         self._wait_ms = dict.fromkeys(HANDOVERS, 0.0)
 
@@ -78,12 +79,15 @@ class BatchTimes:
 
     def read(self) -> StageTimes:
         """All of it, once the batch's last event has passed."""
+        allocated_gib, reserved_gib = self.peak_gib or (None, None)
         stages = {f"{stage}_ms": sum(span() for span in spans) for stage, spans in self._spans_ms.items()}
         return StageTimes(
             **stages,
             wait_ms=dict(self._wait_ms),
             first_of_shape=self.first_of_shape,
             out_of_memory_splits=self.out_of_memory_splits,
+            peak_allocated_gib=allocated_gib,
+            peak_reserved_gib=reserved_gib,
         )
 
 

@@ -1,7 +1,6 @@
 """Cases of the bug reports that no other file tests: several processes, a reader beside a writer, caches."""
 
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -13,7 +12,6 @@ from test_run import TESTS, command, data_files, do, finish_as, ids_written, man
 from fluxbatch import report, shards
 from fluxbatch.errors import FluxbatchError
 from fluxbatch.folder import RunFolder
-from fluxbatch.models.caches import place_caches
 from fluxbatch.verify import verify
 
 RUN = [sys.executable, str(TESTS / "run_fake.py"), "run"]
@@ -124,24 +122,3 @@ def test_br44_the_second_of_two_copies_a_minute_apart_ends_at_once_and_names_the
     finally:
         first.kill()
         first.communicate()
-
-
-def test_br45_kernels_are_kept_on_the_nodes_own_disk_unless_the_user_chose(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    caplog.set_level("INFO")
-    environ = {"SLURM_JOB_ID": "42", "TRITON_CACHE_DIR": str(tmp_path / "mine"), "HOME": "/nfs/home"}
-    place_caches(environ)
-    assert environ["TORCHINDUCTOR_CACHE_DIR"] == f"{tmp_path}/fluxbatch-{os.getuid()}/42/inductor"
-    assert environ["TRITON_CACHE_DIR"] == str(tmp_path / "mine")
-    assert all(Path(environ[name]).is_dir() and environ[name] in caplog.text for name in list(environ)[1:2])
-
-
-def test_br45_a_cache_that_cannot_be_used_is_a_warning_before_anything_is_compiled(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "file").write_text("")
-    place_caches({"TORCHINDUCTOR_CACHE_DIR": f"{tmp_path}/file/x", "TRITON_CACHE_DIR": f"{tmp_path}/t"})
-    [warning] = [record for record in caplog.records if record.levelname == "WARNING"]
-    assert "TORCHINDUCTOR_CACHE_DIR" in warning.message and "Not a directory" in warning.message

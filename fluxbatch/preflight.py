@@ -1,0 +1,120 @@
+"""Whether the output folder can hold a job, asked before any weight is loaded. Knows no plan, no ledger and no model.
+
+A commit stands on three promises of the file system: a name is created once, a hard link is refused where a name is
+taken, and fsync works. They are tried here with two temporary files, which are gone afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from fluxbatch import commit, estimate
+from fluxbatch.config import OutputConfig
+from fluxbatch.errors import ConfigError, FluxbatchError
+from fluxbatch.folder import RunFolder
+from fluxbatch.progress import data_size
+from fluxbatch.records import BatchPlan
+
+log = logging.getLogger(__name__)
+
+PROBE_BYTES = 4096  # one block: a full disk refuses it, where an empty file might still fit
+NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
+
+
+def probe_folder(folder: RunFolder) -> None:
+    """Try what each commit relies on. Raises an OSError with its path (full, read-only, over quota, forbidden).
+
+    ConfigError for a file system without hard links, or for a folder of ours that is a symlink: nothing is ever
+    written outside `output.dir`. FluxbatchError where one name can be created twice.
+    """
+    _refuse_symlinks(folder)
+    folder.root.mkdir(parents=True, exist_ok=True)
+    first, second = (commit.temporary_sibling(folder.root / "probe") for _ in range(2))
+    try:
+        _write(first)
+        commit.step("probe", folder.root)
+        _link(first, second)
+        for create in (lambda: os.link(first, second), lambda: os.close(os.open(first, os.O_CREAT | os.O_EXCL))):
+            _require_taken(create, folder.root)
+        commit.fsync_folder(folder.root)
+    finally:
+        for path in (first, second):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _refuse_symlinks(folder: RunFolder) -> None:
+    for path in folder.own_folders():
+        if path.is_symlink():
+            raise ConfigError(
+                f"output.dir must hold its own folders, but {path} is a symlink; nothing is written there"
+            )
+
+
+def _write(path: Path) -> None:
+    try:
+        with open(path, "xb") as file:
+            file.write(bytes(PROBE_BYTES))
+            commit.fsync_file(file)
+    except OSError as error:  # a failed write or fsync knows no file name
+        error.filename = str(path.parent)
+        raise
+
+
+def _link(first: Path, second: Path) -> None:
+    try:
+        os.link(first, second)
+    except OSError as error:
+        if error.errno in NO_LINKS:
+            raise ConfigError(
+                f"output.dir must be on a file system with hard links, got {first.parent} ({error.strerror}); "
+                "use a local disk, NFS or another POSIX file system, and copy the result"
+            ) from error
+        raise
+
+
+def _require_taken(create: Callable[[], None], root: Path) -> None:
+    try:
+        create()
+    except FileExistsError:
+        return
+    raise FluxbatchError(
+        f"{root}: its file system creates one name twice, so two live copies of a job could replace each other's data; "
+        "use another file system"
+    )
+
+
+def require_room(root: Path, batches: Iterable[BatchPlan], output: OutputConfig) -> None:
+    """Refuse a disk that clearly cannot hold the images still to be made; warn where it may not.
+
+    Raises FluxbatchError with what is free and what is needed. Sizes are rules of thumb (`estimate.BYTES_PER_PIXEL`).
+    """
+    planned = list(batches)
+    images = sum(batch.num_rows for batch in planned)
+    pixels = sum(batch.num_rows * batch.bucket.height * batch.bucket.width for batch in planned)
+    least, likely = estimate.pixel_bytes(pixels, output.image_format)
+    disk = os.statvfs(root)
+    free = disk.f_bavail * disk.f_frsize
+    need = f"the {images:,} images still to be made need about {data_size(likely)}, {data_size(least)} at the least"
+    if disk.f_blocks and free < least:
+        raise FluxbatchError(
+            f"{root}: {data_size(free)} free, and {need}; make room and run the same command again, "
+            "what is committed is safe"
+        )
+    if disk.f_blocks and free < likely:
+        log.warning("%s: %s free, and %s; a full disk stops the run, and with room it goes on", root, data_size(free),
+                    need)  # fmt: skip
+    _require_inodes(root, disk, images if output.kind == "folder" else 0)
+
+
+def _require_inodes(root: Path, disk: os.statvfs_result, files: int) -> None:
+    if disk.f_files and disk.f_favail < files:
+        raise FluxbatchError(
+            f"{root}: {disk.f_favail:,} files can still be made there (inodes), and output=folder needs {files:,}; "
+            "choose output=parquet or webdataset, or another disk"
+        )

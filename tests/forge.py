@@ -1,0 +1,88 @@
+"""A process that has imported everything once and forks the real command from there: 0.3 s a run instead of 3.
+
+The forked child is a process of its own: it dies by real signals, and holds a lease, a pid and files like any other.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+class Forge:
+    """Runs `tests/run_fake.py VERB key=value ...` with environment variables, one after another."""
+
+    def __init__(self, scratch: Path) -> None:
+        self._scratch = scratch
+        self._process = subprocess.Popen(
+            [sys.executable, str(TESTS / "forge.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def __call__(self, overrides: list[str], verb: str = "run", **environ: str) -> Done:
+        out, err = self._scratch / "stdout", self._scratch / "stderr"
+        order = {"arguments": [verb, *overrides], "environ": environ, "stdout": str(out), "stderr": str(err)}
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        return Done(int(self._process.stdout.readline()), out.read_text(), err.read_text())
+
+    def close(self) -> None:
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
+
+
+@contextmanager
+def forge(scratch: Path) -> Iterator[Forge]:
+    scratch.mkdir(exist_ok=True)
+    made = Forge(scratch)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def _serve() -> None:
+    import run_fake
+
+    run_fake.import_everything()
+    for line in sys.stdin:
+        order = json.loads(line)
+        child = os.fork()
+        if not child:
+            _become(order)
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+def _become(order: dict) -> None:  # type: ignore[type-arg]
+    import run_fake
+
+    for number, name in enumerate(("stdout", "stderr"), 1):
+        os.dup2(os.open(order[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.environ.update(order["environ"])
+    code = 1
+    try:
+        code = run_fake.run(order["arguments"])
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    _serve()
