@@ -16,7 +16,7 @@ from fluxbatch.config import JobConfig
 from fluxbatch.errors import FluxbatchError
 
 HARNESS = Path(__file__).parent / "fuzz_doors.py"
-QUICK = {"manifest": 40, "footer": 40, "plan": 10, "ledger": 10, "part": 10, "rejected": 8, "job": 8}
+QUICK = {"manifest": 20, "footer": 20, "plan": 5, "ledger": 5, "part": 4, "rejected": 3, "job": 3}
 
 
 def fuzz(door: str, trials: int, faults, *, seed: int = 0) -> None:
