@@ -13,6 +13,7 @@ from fluxbatch import __version__, config, verbs
 from fluxbatch.compose import with_config
 from fluxbatch.config import JobConfig
 from fluxbatch.errors import EXIT_FATAL, EXIT_INTERRUPTED, ConfigError, FluxbatchError, ProcessLost
+from fluxbatch.progress import one_line
 from fluxbatch.stop import exit_now
 
 
@@ -35,7 +36,7 @@ def _do_and_explain(arguments: list[str]) -> int:
         verb, as_json, overrides = _parse(arguments)
         return with_config(overrides, lambda cfg: _do(verbs.VERBS[verb], cfg, as_json=as_json))
     except ProcessLost as error:
-        exit_now(str(error), code=error.exit_code)
+        exit_now(sentence(error), code=error.exit_code)
     except FluxbatchError as error:
         return _refuse(error, error.exit_code)
     except KeyboardInterrupt:
@@ -86,8 +87,13 @@ def _disk_sentence(error: OSError) -> str:
     return f"{told}; {remedy} and run the same command again, what is committed is safe" if remedy else told
 
 
+def sentence(what: Exception | str) -> str:
+    """One line, whatever a library's message or a manifest's id brings along."""
+    return one_line(" ".join(str(what).split("\n")).strip())
+
+
 def _refuse(what: Exception | str, code: int, error: BaseException | None = None) -> int:
-    print(f"fluxbatch: {what}", file=sys.stderr)
+    print(f"fluxbatch: {sentence(what)}", file=sys.stderr)
     for note in getattr(error or what, "__notes__", ()):
         print(f"  {note}", file=sys.stderr)
     return code

@@ -57,7 +57,8 @@ def run_job(cfg: JobConfig, *, load: LoadModel | None = None) -> tuple[RowCounts
     preflight.probe_folder(folder)
     rank = ranks.resolve(cfg.run, os.environ)
     stop = Stop(grace_s=cfg.run.grace_s, deadline_s=seconds_left(cfg.run.deadline, os.environ))
-    with stop, Lease(folder, rank=rank.index, world_size=rank.world_size):
+    with stop, Lease(folder, rank=rank.index, world_size=rank.world_size) as lease:
+        stop.leave = lease.release
         log.info("output.dir %s, rank %d of %d", folder.root, rank.index, rank.world_size)
         description = job.open_job(folder, cfg)
         model = functools.cache(functools.partial(load or _load_model, cfg, rank))

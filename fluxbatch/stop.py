@@ -18,6 +18,7 @@ from fluxbatch.errors import EXIT_INTERRUPTED, ConfigError, Interrupted
 log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+LEAVE_S = 1.0
 
 
 def exit_on_signals() -> None:
@@ -38,6 +39,7 @@ class Stop:
     def __init__(self, *, grace_s: float, deadline_s: float | None = None) -> None:
         """`deadline_s`: seconds from now until the time is up; the stop is requested `grace_s` before it."""
         self.reason: str | None = None
+        self.leave: Callable[[], object] = lambda: None  # done before an end at once, for LEAVE_S at most
         self._grace_s = grace_s
         self._drain_s = None if deadline_s is None else max(0.0, deadline_s - grace_s)
         self._timers: list[threading.Timer] = []
@@ -79,11 +81,18 @@ class Stop:
     def _on_signal(self, number: int) -> None:
         name = signal.Signals(number).name
         if self.reason is not None:
-            exit_now(f"{name} again: exit 75 at once; the same command goes on")
+            self._end(f"{name} again: exit 75 at once; the same command goes on")
         self._request(name)
 
     def _give_up(self) -> None:
-        exit_now(f"run.grace_s={self._grace_s:g} is over: exit 75 with a batch in flight; the same command goes on")
+        self._end(f"run.grace_s={self._grace_s:g} is over: exit 75 with a batch in flight; the same command goes on")
+
+    def _end(self, message: str) -> NoReturn:
+        """Leave the folder first, or a requeued job on another machine would wait for our lease to age."""
+        leaving = threading.Thread(target=self.leave, daemon=True)
+        leaving.start()
+        leaving.join(LEAVE_S)  # the disk may be what hangs
+        exit_now(message)
 
 
 @contextlib.contextmanager

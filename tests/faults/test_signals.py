@@ -137,7 +137,13 @@ def test_br40_a_second_signal_ends_any_phase_at_once_with_75(
         faults.signal(2)
         code, words = run.end()
     assert code == 75 and "SIGTERM again" in words
+    assert_left(tmp_path)
     goes_on(tmp_path, faults, whole)
+
+
+def assert_left(tmp_path: Path) -> None:
+    """A lease that stays would send a requeued job on another machine away with 6 for two minutes."""
+    assert not list((tmp_path / "run" / "locks").glob("rank-*.json"))
 
 
 def wait_for_words(run: Waiting) -> None:
@@ -155,6 +161,7 @@ def test_br40_the_grace_ends_a_phase_that_does_not(tmp_path: Path, faults, whole
         faults.signal()
         code, words = run.end()
     assert code == 75 and "run.grace_s=0.2 is over" in words
+    assert_left(tmp_path)
     goes_on(tmp_path, faults, whole)
 
 
