@@ -6,6 +6,7 @@ Knows no tensors and no signals; what is drawn, and when to stop, is decided in 
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -13,7 +14,7 @@ from fluxbatch import commit, shards
 from fluxbatch.config import JobConfig
 from fluxbatch.errors import FluxbatchError
 from fluxbatch.folder import RunFolder
-from fluxbatch.ledger import Ledger
+from fluxbatch.ledger import Ledger, revision_of, shard_of
 from fluxbatch.planfile import RunPlan
 from fluxbatch.ranks import Rank
 from fluxbatch.records import Batch, BatchPlan, CompressedBatch, ShardCommit, ShardPlan
@@ -37,8 +38,47 @@ class Share:
         for path in (self.folder.data, self.folder.failures, self.folder.batches, self.folder.locks, self.folder.root):
             commit.remove_temporaries(path)
         on_disk = shards.committed_batches(self.folder)
-        ours = (shard for shard in self.plan.shards() if self.rank.owns(shard.index))
+        ours = [shard for shard in self.plan.shards() if self.rank.owns(shard.index)]
+        revised = [shard for shard in ours if shard.revision]
+        if revised:
+            self._clear_superseded(revised, on_disk)
         return [shard for shard in ours if not self._is_settled(shard, on_disk)]
+
+    def _clear_superseded(self, revised: list[ShardPlan], on_disk: set[int]) -> None:
+        """What is left of older revisions becomes part files again, where it is still needed; then the old files go.
+
+        In this order a kill costs nothing, and no row ever stands in two data files.
+        """
+        old = defaultdict(list)
+        for file in shards.standing_files(self.folder):
+            old[shard_of(file)].append(file)
+        for shard in revised:
+            files = [file for file in old[shard.index] if revision_of(file) < shard.revision]
+            if files and not self.ledger.complete(shard):
+                on_disk |= self._unpack(shard, on_disk)
+            for file in files:
+                shards.remove_file(self.folder, file)
+                commit.step("superseded", self.folder.root / file)
+            kept = {batch.index for batch in shard.batches}
+            for batch in self.plan.first_shard(shard.index).batches:
+                if batch.index not in kept:
+                    self.folder.batch(batch.index).unlink(missing_ok=True)
+
+    def _unpack(self, shard: ShardPlan, on_disk: set[int]) -> set[int]:
+        """Part files of the batches that an older revision holds; empty where it cannot be trusted."""
+        lines = self.ledger.superseded.get(shard.index, ())
+        newest = max((revision_of(line.file) for line in lines), default=0)
+        lines = tuple(line for line in lines if revision_of(line.file) == newest)
+        wanted = [batch for batch in shard.batches if batch.index not in on_disk]
+        superseded = set(self.plan.rows(shard)["id"].to_pylist()) - set(shards.kept_ids(shard, self.plan.rows(shard)))
+        made = set()
+        try:
+            for done in shards.unpack(self.folder, lines, map(self.plan.batch, wanted), superseded=superseded):
+                shards.commit_batch(self.folder, done)
+                made.add(done.batch.plan.index)
+        except FluxbatchError as error:
+            log.warning("%s; the rows of shard %d are made again", error, shard.index)
+        return made
 
     def _is_settled(self, shard: ShardPlan, on_disk: set[int]) -> bool:
         batches = {batch.index for batch in shard.batches}

@@ -120,40 +120,6 @@ def test_the_same_command_again_rewrites_nothing_and_loads_no_model(tmp_path: Pa
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()} == stamps
 
 
-STEPS = [f"{step}:{number}" for step in ("temporary", "fsync", "publish") for number in (1, 2, 4, 7, 9)]
-STEPS += ["before_lines:1", "before_lines:2", "lines:1", "lines:3"]
-
-
-@pytest.mark.parametrize("output", ["parquet", "webdataset", "folder"])
-def test_killed_at_a_commit_step_and_started_again_it_writes_the_same_bytes(tmp_path: Path, output: str) -> None:
-    """Three steps of each kind here; all of them, for all outputs, behind the marker `slow`."""
-    manifest(tmp_path / "m.parquet", rows(25))
-    do(settings(tmp_path, f"output={output}", out="whole"))
-    chosen = {"parquet": "publish:7", "webdataset": "fsync:7", "folder": "before_lines:1"}[output]
-    killed_then_resumed(tmp_path, output, [chosen])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("output", ["parquet", "webdataset", "folder"])
-def test_killed_at_every_commit_step(tmp_path: Path, output: str) -> None:
-    manifest(tmp_path / "m.parquet", rows(25))
-    do(settings(tmp_path, f"output={output}", out="whole"))
-    for step in STEPS:
-        killed_then_resumed(tmp_path, output, [step], out=f"run-{step.replace(':', '-')}")
-    killed_then_resumed(tmp_path, output, STEPS, out="run-often")
-
-
-def killed_then_resumed(tmp_path: Path, output: str, steps: list[str], out: str = "run") -> None:
-    overrides = settings(tmp_path, f"output={output}", out=out)
-    for step in steps:
-        done = command(overrides, KILL_AT=step)
-        assert done.returncode in (-signal.SIGKILL, 0), done.stderr
-    assert command(overrides).returncode == 0
-    assert data_files(tmp_path / out) == data_files(tmp_path / "whole")
-    sound(tmp_path / out)
-    assert list((tmp_path / out).rglob(".tmp-*")) == []
-
-
 def test_kill_before_the_ledger_line_takes_the_shard_over_without_drawing_it_again(tmp_path: Path) -> None:
     manifest(tmp_path / "m.parquet", rows(10))
     assert command(settings(tmp_path), KILL_AT="before_lines:1").returncode == -signal.SIGKILL
@@ -351,8 +317,10 @@ def test_an_edited_row_is_refused_by_its_id(tmp_path: Path) -> None:
 def test_another_codec_is_refused_by_its_key(tmp_path: Path) -> None:
     manifest(tmp_path / "m.parquet", rows(5))
     do(settings(tmp_path))
-    with pytest.raises(ConfigError, match=r"output\.image_format must be 'png'"):
-        do(settings(tmp_path, "output.image_format=jpeg"))
+    with pytest.raises(
+        ConfigError, match=r"output\.image_format must be 'png', got 'jpeg', output\.quality must be 95, got 80"
+    ):
+        do(settings(tmp_path, "output.image_format=jpeg", "output.quality=80"))
 
 
 # Damage
