@@ -148,8 +148,10 @@ def replace_file(path: Path, content: bytes) -> None:
         with open(temporary, "xb") as file:
             file.write(content)
             fsync_file(file)
+        step("before_replace", path)
         os.replace(temporary, path)
         fsync_folder(path.parent)
+        step("replaced", path)
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()

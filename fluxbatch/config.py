@@ -131,6 +131,7 @@ class RunConfig:
     rank: int | None = None
     world_size: int | None = None
     retry_failed: bool = False
+    on_change: str = "refuse"  # edited rows or other output-affecting settings; or redo
     grace_s: float = 25.0
     stage_timeout_s: float = 1800.0  # 0: a stage may take for ever
     deadline: str | None = None  # ISO 8601, with a zone; or seconds from the start as +3600
@@ -232,6 +233,7 @@ RULES: tuple[Rule, ...] = (
     ("output.quality", lambda v: _is_int(v, 1, 100), "must be a whole number from 1 to 100"),
     ("output.png_level", lambda v: _is_int(v, 0, 9), "must be a whole number from 0 to 9"),
     ("output.row_group_mib", lambda v: _is_int(v, 1, 99), "must be a whole number from 1 to 99"),
+    ("run.on_change", *_one_of("refuse", "redo")),
     ("run.grace_s", lambda v: 0 <= v < math.inf, "must be a finite number of seconds >= 0"),
     ("run.stage_timeout_s", lambda v: 0 <= v < math.inf, "must be a finite number of seconds >= 0 (0: no limit)"),
     ("run.max_failed_fraction", lambda v: 0 <= v <= 1, "must be from 0 to 1"),

@@ -121,10 +121,12 @@ def _by_shard(chosen: Iterator[tuple[Stretch, int]]) -> list[tuple[int, list[tup
 
 def _written_rows(folder: RunFolder, plan: RunPlan, ledger: Ledger, shard: int) -> pa.Table:
     """The shard's rows in the plan, with a column that says which of them have an image."""
-    rows = plan.rows(plan.shard(shard)).select(["id", "prompt", "bucket"])
+    planned = plan.shard(shard)
+    rows = plan.rows(planned).select(["id", "prompt", "bucket"])
     lines = [line for line in ledger.commits[shard] if line.failed]
     failed = [row_id for line in lines for row_id in writers.stored_ids(folder.root / line.file)]
-    written = pc.invert(pc.is_in(rows["id"], value_set=pa.array(failed, pa.string())))
+    without = [*failed, *(rows["id"][place].as_py() for place in planned.dropped)]
+    written = pc.invert(pc.is_in(rows["id"], value_set=pa.array(without, pa.string())))
     return rows.append_column("written", written)
 
 

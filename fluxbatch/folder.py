@@ -10,7 +10,7 @@ SHARD_SUFFIX = {"parquet": ".parquet", "webdataset": ".tar", "folder": ""}
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """The paths under `root`. Shard numbers have five digits, in tars six."""
+    """The paths under `root`. Shard numbers have five digits, in tars six; `-r00002` marks a revision."""
 
     root: Path
 
@@ -30,17 +30,17 @@ class RunFolder:
     def data(self) -> Path:
         return self.root / "data"
 
-    def shard(self, index: int, output: str) -> Path:
+    def shard(self, index: int, output: str, revision: int = 0) -> Path:
         """The shard's file, or its folder where `output` is `folder`."""
         digits = 6 if output == "webdataset" else 5
-        return self.data / f"shard-{index:0{digits}d}{SHARD_SUFFIX[output]}"
+        return self.data / f"shard-{index:0{digits}d}{_revised(revision)}{SHARD_SUFFIX[output]}"
 
     @property
     def failures(self) -> Path:
         return self.root / "failed"
 
-    def failed_shard(self, index: int) -> Path:
-        return self.failures / f"shard-{index:05d}.parquet"
+    def failed_shard(self, index: int, revision: int = 0) -> Path:
+        return self.failures / f"shard-{index:05d}{_revised(revision)}.parquet"
 
     @property
     def batches(self) -> Path:
@@ -102,3 +102,8 @@ class RunFolder:
     @property
     def success(self) -> Path:
         return self.root / "_SUCCESS"
+
+
+def _revised(revision: int) -> str:
+    """`-r00002` for what is left of a shard after plan part 2 took rows from it."""
+    return f"-r{revision:05d}" if revision else ""

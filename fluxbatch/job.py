@@ -1,10 +1,14 @@
-"""job.json: the settings a run folder was started with. Written once; a start with others is refused, key by key."""
+"""job.json: the settings a run folder was started with, and what a redo has changed since. Knows no plan.
+
+Other output-affecting settings are refused key by key, or recorded as a change.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import re
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -22,19 +26,15 @@ OURS = {"locks", "logs"}  # may stand in a folder before job.json does
 
 
 def open_job(folder: RunFolder, cfg: JobConfig) -> dict[str, Any]:
-    """Start the folder's job, or go on with it.
-
-    Raises ConfigError where the folder holds something else, or a job whose output-affecting settings differ.
-    """
+    """Start the folder's job, or go on with it. Raises ConfigError where the folder holds something else."""
     stored = read_job(folder)
     if stored is None:
         _set_aside_unreadable(folder)
         _refuse_foreign_folder(folder)
-        content = json.dumps(_describe(cfg), indent=1, ensure_ascii=False).encode()
+        content = _as_file(_describe(cfg))
         commit.publish_file(folder.job, lambda file: file.write(content))
         stored = read_job(folder)
         assert stored is not None, f"{folder.job} was published and is not there"
-    _refuse_differences(folder, stored["fingerprint"], fingerprint(cfg))
     return stored
 
 
@@ -48,11 +48,59 @@ def read_job(folder: RunFolder) -> dict[str, Any] | None:
         return None
 
 
-def refuse_other_settings(folder: RunFolder, cfg: JobConfig) -> None:
-    """ConfigError where the folder's job was started with other output-affecting settings. Changes nothing."""
-    stored = read_job(folder)
-    if stored is not None:
-        _refuse_differences(folder, stored["fingerprint"], fingerprint(cfg))
+Differences = dict[str, dict[str, Any]]  # by key, what it was and what it is
+
+
+def differences(stored: dict[str, Any], cfg: JobConfig) -> Differences:
+    """The output-affecting settings that are others than the stored ones."""
+    now = settings_record(cfg)
+    return {key: {"was": stored.get(key), "is": now[key]} for key in now if stored.get(key) != now[key]}
+
+
+def settings_record(cfg: JobConfig) -> dict[str, Any]:
+    """The output-affecting settings, as they may stand in a file."""
+    return _without_secrets(fingerprint(cfg))
+
+
+def refuse_differences(folder: RunFolder, found: Differences) -> None:
+    """ConfigError with each setting that differs."""
+    if found:
+        told = ", ".join(f"{key} must be {change['was']!r}, got {change['is']!r}" for key, change in found.items())
+        raise ConfigError(
+            f"{told}: {folder.job} was begun so; run.on_change=redo makes all rows again, another output.dir keeps both"
+        )
+
+
+def begin_again(folder: RunFolder, cfg: JobConfig) -> dict[str, Any]:
+    """Replace the job.json of a job of which nothing has been planned yet."""
+    record = _describe(cfg)
+    commit.replace_file(folder.job, _as_file(record))
+    return record
+
+
+def record_redo(
+    folder: RunFolder, cfg: JobConfig, stored: dict[str, Any], parts: Sequence[tuple[str, int, dict[str, Any] | None]]
+) -> dict[str, Any]:
+    """Write down in job.json what the plan's redo parts have changed: each part's file, rows and new settings, if any.
+
+    The plan is the truth: a kill before this costs a line that the next start writes.
+    """
+    changes = list(stored.get("changes", ()))
+    fresh = parts[len(changes) :]
+    if not fresh:
+        return stored
+    before = stored["fingerprint"]
+    for part, rows, settings in fresh:
+        settings = settings or before
+        changed = {
+            key: {"was": before.get(key), "is": settings[key]} for key in settings if before.get(key) != settings[key]
+        }
+        recorded = datetime.now(UTC).isoformat(timespec="seconds")
+        changes.append({"part": part, "rows": rows, "settings": changed, "recorded": recorded})
+        before = settings
+    record = _describe(cfg) | {"created": stored["created"], "fingerprint": before, "changes": changes}
+    commit.replace_file(folder.job, _as_file(record))
+    return record
 
 
 def _set_aside_unreadable(folder: RunFolder) -> None:
@@ -62,12 +110,16 @@ def _set_aside_unreadable(folder: RunFolder) -> None:
         log.warning("%s was unreadable: set aside as %s and made anew", folder.job, aside.name)
 
 
+def _as_file(record: dict[str, Any]) -> bytes:
+    return json.dumps(record, indent=1, ensure_ascii=False).encode()
+
+
 def _describe(cfg: JobConfig) -> dict[str, Any]:
     return {
         "version": __version__,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "settings": _without_secrets(asdict(cfg)),
-        "fingerprint": _without_secrets(fingerprint(cfg)),
+        "fingerprint": settings_record(cfg),
         "versions": {name: _version(name) for name in PACKAGES},
     }
 
@@ -102,15 +154,4 @@ def _refuse_foreign_folder(folder: RunFolder) -> None:
     if strangers and not ours:
         raise ConfigError(
             f"output.dir must be empty or a run folder of fluxbatch, got {folder.root}, which holds {strangers[0]!r}"
-        )
-
-
-def _refuse_differences(folder: RunFolder, stored: dict[str, Any], ours: dict[str, Any]) -> None:
-    differences = [key for key in ours if stored.get(key) != _without_secrets(ours[key])]
-    if differences:
-        key = differences[0]
-        others = f" (and {', '.join(differences[1:])})" if differences[1:] else ""
-        raise ConfigError(
-            f"{key} must be {stored.get(key)!r} as in {folder.job}, got {ours[key]!r}{others}; "
-            "choose another output.dir for another result"
         )

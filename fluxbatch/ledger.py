@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,25 +24,39 @@ from fluxbatch.records import RowCounts, ShardCommit, ShardPlan
 if TYPE_CHECKING:
     from fluxbatch.planfile import RunPlan
 
-SHARD_FILE = re.compile(r"data/shard-(\d{5,})(\.parquet|\.tar|/metadata\.jsonl)|failed/shard-(\d{5,})\.parquet")
+SHARD_FILE = re.compile(r"(data|failed)/shard-(\d{5,})(?:-r(\d{5,}))?(\.parquet|\.tar|/metadata\.jsonl)")
 
 
 def shard_of(file: str) -> int | None:
     """The shard that a path relative to the run folder belongs to by its name; None for any other name."""
     match = SHARD_FILE.fullmatch(file)
-    return int(match[1] or match[3]) if match else None
+    return int(match[2]) if match and (match[1] == "data" or match[4] == ".parquet") else None
+
+
+def revision_of(file: str) -> int:
+    """The revision that the name of a shard's file tells; 0 for the first."""
+    match = SHARD_FILE.fullmatch(file)
+    return int(match[3] or 0) if match else 0
 
 
 @dataclass
 class Ledger:
-    """The committed files of a run folder, by shard, as all ranks have written them down."""
+    """The committed files of a run folder, by shard, as all ranks have written them down.
+
+    `superseded` holds the lines of revisions before the one that the plan asks for: their files are to be replaced.
+    """
 
     commits: dict[int, tuple[ShardCommit, ...]] = field(default_factory=dict)
+    revisions: Mapping[int, int] = field(default_factory=dict)
+    superseded: dict[int, tuple[ShardCommit, ...]] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, folder: RunFolder) -> Ledger:
-        """Read the ledgers of all ranks. Torn and foreign lines are passed over; the last line of a file counts."""
-        ledger = cls()
+    def read(cls, folder: RunFolder, revisions: Mapping[int, int] | None = None) -> Ledger:
+        """Read the ledgers of all ranks. Torn and foreign lines are passed over; the last line of a file counts.
+
+        `revisions`: that of each shard which a redo has taken rows from (`RunPlan.revisions`).
+        """
+        ledger = cls(revisions=revisions or {})
         lines = [line for path in sorted(folder.ledgers.glob("rank-*.jsonl")) for line in _lines(path)]
         taken_back = {(line.file, line.mtime_ns) for line in lines if line.bytes == 0}
         ledger._add(line for line in lines if (line.file, line.mtime_ns) not in taken_back)
@@ -61,7 +75,7 @@ class Ledger:
 
     def complete(self, shard: ShardPlan) -> bool:
         """Whether the shard's lines account for each of its rows."""
-        return self.accounted(shard) == shard.num_rows
+        return self.accounted(shard) == shard.num_kept
 
     def accounted(self, shard: ShardPlan) -> int:
         """How many rows of a shard its lines account for."""
@@ -69,8 +83,10 @@ class Ledger:
 
     def _add(self, lines: Iterable[ShardCommit]) -> None:
         for line in lines:
-            others = (other for other in self.commits.get(line.shard, ()) if other.file != line.file)
-            self.commits[line.shard] = (*others, line)
+            is_current = revision_of(line.file) == self.revisions.get(line.shard, 0)
+            commits = self.commits if is_current else self.superseded
+            others = (other for other in commits.get(line.shard, ()) if other.file != line.file)
+            commits[line.shard] = (*others, line)
 
 
 def _lines(path: Path) -> Iterator[ShardCommit]:
@@ -148,9 +164,9 @@ def failed_rows(folder: RunFolder, ledger: Ledger, plan: RunPlan) -> dict[int, s
     """By shard, the ids of the rows whose last word is failed. A planned retry takes the word from earlier attempts."""
     failed: dict[int, set[str]] = {}
     for part in plan.parts:
-        for shard in part.shards():
+        for shard in plan.shards_of(part):
             if part.kind == "retry":
-                again = set(plan.rows(shard)["id"].to_pylist())
+                again = set(shards.kept_ids(shard, plan.rows(shard)))
                 failed = {index: ids - again for index, ids in failed.items()}
             if ledger.complete(shard):
                 failed[shard.index] = _failed_ids(folder, ledger, shard)
@@ -176,11 +192,11 @@ def row_counts(folder: RunFolder, plan: RunPlan, ledger: Ledger) -> RowCounts:
     """The rows by state, from plan and ledger. A row is what its last planned attempt is: pending in an open shard."""
     written = failed = pending = 0
     for part in plan.parts:
-        for shard in part.shards():
+        for shard in plan.shards_of(part):
             lines = ledger.commits.get(shard.index, ()) if ledger.complete(shard) else ()
             written += sum(line.rows for line in lines)
-            failed += sum(line.failed for line in lines) - (shard.num_rows if part.kind == "retry" else 0)
-            pending += 0 if lines else shard.num_rows
+            failed += sum(line.failed for line in lines) - (shard.num_kept if part.kind == "retry" else 0)
+            pending += 0 if lines else shard.num_kept
     return RowCounts(
         rows=plan.num_rows + plan.num_rejected,
         written=written,

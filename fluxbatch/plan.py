@@ -35,7 +35,7 @@ class PlanPart:
     """One plan file. Rows are counted from 0 inside it; shards and batches are numbered over the whole job."""
 
     index: int
-    kind: str  # rows, or retry: rows of earlier parts that failed
+    kind: str  # rows; retry: rows of earlier parts that failed; redo: rows whose content or settings changed
     first_shard: int
     first_batch: int
     shard_size: int

@@ -9,9 +9,9 @@ from __future__ import annotations
 import io
 import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,7 +24,7 @@ from fluxbatch import commit
 from fluxbatch.errors import FluxbatchError, ManifestError
 from fluxbatch.folder import RunFolder
 from fluxbatch.plan import PlanPart
-from fluxbatch.records import Batch, BatchPlan, Rejection, Request, ShardPlan
+from fluxbatch.records import Batch, BatchPlan, Bucket, Rejection, Request, ShardPlan
 from fluxbatch.rows import SEED
 
 log = logging.getLogger(__name__)
@@ -49,6 +49,8 @@ class PlanFile:
     identity: dict[str, Any]  # the manifest and rules that it was planned from
     schema: pa.Schema
     group_starts: np.ndarray  # and one more: the number of rows
+    supersedes: Mapping[int, frozenset[int] | None]  # shard: places of the rows that a redo makes again; None: all
+    settings: dict[str, Any] | None  # output-affecting ones, from this part on
 
 
 class RunPlan:
@@ -58,6 +60,12 @@ class RunPlan:
         self.files = files
         self.num_rejected = num_rejected
         self.planned = planned  # the manifest and rules that were compared with this plan last
+        self.revisions: dict[int, int] = {}
+        self._dropped: dict[int, frozenset[int] | range] = {}  # a range: the whole shard
+        for file in files:
+            for shard, places in file.supersedes.items():
+                self._drop(shard, places)
+                self.revisions[shard] = file.part.index
         self._group = lru_cache(maxsize=2)(self._read_group)  # a shard may lie across the edge of two
 
     @classmethod
@@ -81,7 +89,7 @@ class RunPlan:
 
     @property
     def num_rows(self) -> int:
-        """Accepted rows; a retry is no new row."""
+        """Accepted rows; a retry or a redo is no new row."""
         return sum(part.num_rows for part in self.parts if part.kind == "rows")
 
     @property
@@ -94,16 +102,53 @@ class RunPlan:
         """The type of all seeds: int64 if it holds those of the first plan, else uint64, else decimal128(20, 0)."""
         return self.schema.field("seed").type
 
+    @property
+    def settings(self) -> dict[str, Any] | None:
+        """The output-affecting settings of the last redo that changed them; None: those that the job began with."""
+        return next((file.settings for file in reversed(self.files) if file.settings is not None), None)
+
     def shards(self) -> Iterator[ShardPlan]:
         for part in self.parts:
-            yield from part.shards()
+            yield from self.shards_of(part)
+
+    def shards_of(self, part: PlanPart) -> Iterator[ShardPlan]:
+        return map(self.shard, range(part.first_shard, part.first_shard + part.num_shards))
 
     def shard(self, index: int) -> ShardPlan:
-        return self.part(index).shard(index)
+        """A shard as it is now, without the rows that a redo took away."""
+        shard, dropped = self.first_shard(index), self._dropped.get(index)
+        if dropped is None:
+            return shard
+        batches = tuple(batch for batch in shard.batches if _num_in(_places(shard, batch), dropped) < batch.num_rows)
+        return replace(shard, batches=batches, revision=self.revisions[index], dropped=dropped)
+
+    def first_shard(self, index: int) -> ShardPlan:
+        """A shard as it was planned first."""
+        return self._file(index).part.shard(index)
 
     def part(self, shard: int) -> PlanPart:
         """The part of the plan that a shard belongs to."""
         return self._file(shard).part
+
+    def _drop(self, shard: int, places: frozenset[int] | None) -> None:
+        whole = range(self.first_shard(shard).num_rows)
+        before = self._dropped.get(shard, frozenset())
+        if places is None or isinstance(before, range) or len(before | places) == len(whole):
+            self._dropped[shard] = whole
+        else:
+            self._dropped[shard] = before | places
+
+    def bucket_rows(self) -> dict[Bucket, int]:
+        """The rows of each bucket, each row once, in the order of the plan."""
+        rows: dict[Bucket, int] = {}
+        for part in self.parts:
+            for run in part.runs if part.kind != "retry" else ():
+                rows[run.bucket] = rows.get(run.bucket, 0) + run.num_rows
+        for index, dropped in self._dropped.items():
+            file, shard = self._file(index), self.first_shard(index)
+            for batch in shard.batches if file.part.kind != "retry" else ():
+                rows[batch.bucket] -= _num_in(_places(shard, batch), dropped)
+        return {bucket: number for bucket, number in rows.items() if number}
 
     def rows(self, shard: ShardPlan) -> pa.Table:
         """The rows of a shard in plan order, with all columns of the plan file."""
@@ -115,12 +160,25 @@ class RunPlan:
         return Batch(plan=plan, requests=tuple(_requests(rows)))
 
     def fingerprints(self) -> Iterator[pa.Table]:
-        """The id and fingerprint of every row."""
+        """The id and fingerprint of every row with its shard and its place in it, but for rows that were made again."""
         for file in self.files:
-            if file.part.kind == "rows":
-                with _naming_damage(file.path), pq.ParquetFile(file.path, page_checksum_verification=True) as rows:
-                    for batch in rows.iter_batches(columns=["id", "fingerprint"]):
-                        yield pa.Table.from_batches([batch])
+            first = 0
+            with _naming_damage(file.path), pq.ParquetFile(file.path, page_checksum_verification=True) as rows:
+                for batch in rows.iter_batches(columns=["id", "fingerprint"]):
+                    shard, place = np.divmod(np.arange(first, first + batch.num_rows), file.part.shard_size)
+                    shard += file.part.first_shard
+                    first += batch.num_rows
+                    table = pa.Table.from_batches([batch]).append_column("shard", pa.array(shard))
+                    yield self._live(table.append_column("place", pa.array(place)), shard, place)
+
+    def _live(self, table: pa.Table, shard: np.ndarray, place: np.ndarray) -> pa.Table:
+        revised = [index for index in np.unique(shard).tolist() if index in self._dropped]
+        keep = np.ones(len(shard), bool)
+        for index in revised:
+            dropped = self._dropped[index]
+            gone = isinstance(dropped, range) or np.isin(place, list(dropped))
+            keep &= (shard != index) | ~np.broadcast_to(gone, shard.shape)
+        return table.filter(pa.array(keep)) if revised else table
 
     def _file(self, shard: int) -> PlanFile:
         for file in self.files:
@@ -145,10 +203,16 @@ def _plan_files(folder: RunFolder) -> Iterator[PlanFile]:
         metadata, footer = _read_footer(path)
         with _naming_damage(path):
             part = PlanPart.from_json(footer.pop("part"))
+            supersedes = {
+                int(shard): None if places is None else frozenset(places)
+                for shard, places in footer.pop("supersedes", {}).items()
+            }
+            settings = footer.pop("settings", None)
             if part.num_rows != metadata.num_rows:
                 raise ValueError(f"{metadata.num_rows} rows for a plan of {part.num_rows}")
         sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
-        yield PlanFile(path, part, footer, metadata.schema.to_arrow_schema(), np.cumsum([0, *sizes]))
+        starts = np.cumsum([0, *sizes])
+        yield PlanFile(path, part, footer, metadata.schema.to_arrow_schema(), starts, supersedes, settings)
         index += 1
 
 
@@ -164,6 +228,16 @@ def _naming_damage(path: Path) -> Iterator[None]:
         yield
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
         raise DamagedPlanError(f"{path}: not a file that fluxbatch wrote whole: {error}") from error
+
+
+def _places(shard: ShardPlan, batch: BatchPlan) -> range:
+    """Where a batch's rows stand in their shard."""
+    first = batch.first_row - shard.first_row
+    return range(first, first + batch.num_rows)
+
+
+def _num_in(places: range, dropped: frozenset[int] | range) -> int:
+    return len(places) if isinstance(dropped, range) else sum(place in dropped for place in places)
 
 
 def _requests(rows: pa.Table) -> Iterator[Request]:
@@ -202,10 +276,22 @@ def plan_schema(extra: pa.Schema, *, seeds: tuple[int, int], floored: bool) -> p
 
 
 def publish_part(
-    folder: RunFolder, part: PlanPart, rows: Iterable[pa.Table], *, schema: pa.Schema, identity: dict[str, Any]
+    folder: RunFolder,
+    part: PlanPart,
+    rows: Iterable[pa.Table],
+    *,
+    schema: pa.Schema,
+    identity: dict[str, Any],
+    supersedes: Mapping[int, Sequence[int] | None] | None = None,
+    settings: dict[str, Any] | None = None,
 ) -> bool:
-    """Write accepted rows, which come in plan order. False when another process has published this part."""
-    schema = schema.with_metadata({FOOTER: json.dumps({"part": part.to_json(), **identity}).encode()})
+    """Write accepted rows, which come in plan order. False when another process has published this part.
+
+    A redo says which places of which shards its rows supersede, and the settings that hold from here on if they are
+    others: all of it becomes true with this one file.
+    """
+    redo = {"supersedes": supersedes, "settings": settings} if supersedes is not None else {}
+    schema = schema.with_metadata({FOOTER: json.dumps({"part": part.to_json(), **redo, **identity}).encode()})
 
     def write(file: BinaryIO) -> None:
         first_row = 0

@@ -33,6 +33,9 @@ from fluxbatch.records import Bucket, Rejection, RowRules
 
 MAX_THREADS = 4  # of DuckDB: each one claims its part of the memory limit
 INSERT_ROWS = 524_288  # 12 times as fast as a chunk at a time, and a transaction over all of them escapes the limit
+NAMED_EDITS = 20  # edited rows told with their columns
+OTHERWISE = "run.on_change=redo makes them again, and another output.dir keeps both"
+PLACES = ("row", "bucket", "batch", "shard", "slot", "fingerprint", "negative_pass")
 FETCH_ROWS = 65_536  # of duplicates, as Python objects
 BUCKET = ("height", "width", "num_inference_steps", "negative_pass")
 KEYS = ("row", "id", "seed", "fingerprint", *BUCKET)
@@ -42,7 +45,7 @@ SET enable_progress_bar = false;
 CREATE TABLE accepted (row BIGINT, id VARCHAR, seed DECIMAL(20, 0), fingerprint VARCHAR,
                        height INTEGER, width INTEGER, num_inference_steps INTEGER, negative_pass BOOLEAN);
 CREATE TABLE rejected (id VARCHAR);
-CREATE TABLE planned (id VARCHAR, fingerprint VARCHAR);
+CREATE TABLE planned (id VARCHAR, fingerprint VARCHAR, shard BIGINT, place BIGINT);
 """
 FIND_DUPLICATES = """
 CREATE TABLE duplicate AS
@@ -53,14 +56,18 @@ WHERE accepted.row > first
 DROP_DUPLICATES = "DELETE FROM accepted WHERE row IN (SELECT row FROM duplicate)"
 FIND_EDITED = """
 CREATE TABLE edited AS
-SELECT planned.id
+SELECT DISTINCT planned.id, accepted.row
 FROM planned LEFT JOIN accepted ON accepted.id = planned.id
 WHERE accepted.fingerprint <> planned.fingerprint
    OR (accepted.id IS NULL AND planned.id IN (SELECT id FROM rejected))
 """
-COUNT_DELETED = "SELECT count(*) FROM planned ANTI JOIN accepted USING (id)"
+COUNT_DELETED = "SELECT count(DISTINCT id) FROM planned ANTI JOIN accepted USING (id)"
 DROP_PLANNED = "DELETE FROM accepted WHERE id IN (SELECT id FROM planned)"
 COUNT_BUCKETS = f"SELECT {', '.join(BUCKET)}, count(*) FROM accepted GROUP BY ALL"
+COUNT_EDITED_BUCKETS = f"SELECT {', '.join(BUCKET)}, count(*) FROM accepted JOIN edited USING (row) GROUP BY ALL"
+EDITED_PLACES = """
+SELECT shard, list(place ORDER BY place) FROM planned JOIN edited USING (id) GROUP BY shard ORDER BY shard
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +88,7 @@ class Changes:
     deleted: int
     rejected: int
     unchanged: bool
+    redone: int = 0  # rows to be made again because they were edited
 
 
 def survey(manifest: Manifest, rules: RowRules, cfg: ManifestConfig) -> Survey:
@@ -125,7 +133,18 @@ def prepare(
             refused.add(chunk.rejected)
             spool.add_chunk(chunk.accepted)
         refused.add(keys.drop_duplicates(manifest, cfg.manifest))
-        deleted = _drop_planned(keys, plan, manifest, rules, cfg) if plan else 0
+        deleted = redone = 0
+        if plan:
+            keys.add_planned(plan)
+            edited = keys.find_edited()
+            if edited and cfg.run.on_change == "refuse":
+                raise ManifestError(_edits_sentence(keys, spool, plan, manifest, rules, cfg))
+            if edited:
+                published = _publish_redo(folder, plan, keys, spool, cfg.plan, identity=identity)
+                if not published:
+                    return prepare(folder, manifest, rules, cfg, size_of=size_of)
+                plan, redone = published, edited
+            deleted = keys.drop_planned()
         part = _next_part(keys.counts(), plan, cfg.plan, size_of)
         floored = rules.size_policy == "floor"
         schema = plan.schema if plan else plan_schema(manifest.extra_schema, seeds=keys.seed_range(), floored=floored)
@@ -135,14 +154,14 @@ def prepare(
     # After the plan: a crash in between costs a second comparison, the other order could lose the rows added.
     commit.replace_file(folder.rejected, refused.close())
     planned = _reopened(folder)
-    return planned, Changes(added=part.num_rows, deleted=deleted, rejected=planned.num_rejected, unchanged=False)
+    return planned, Changes(part.num_rows, deleted, planned.num_rejected, unchanged=False, redone=redone)
 
 
 def add_retry(folder: RunFolder, plan: RunPlan, failed: Mapping[int, set[str]]) -> RunPlan:
     """Plan failed rows again, given as ids of each shard: a new part of kind `retry`. No failed rows, no part."""
     counts: Counter[Bucket] = Counter()
     with _open_spool() as spool:
-        for bucket, rows in _failed_rows(plan, failed):
+        for bucket, rows in _rows_by_bucket(plan, failed):
             spool.add(bucket, rows)
             counts[bucket] += rows.num_rows
         if not counts:
@@ -162,11 +181,50 @@ def _reopened(folder: RunFolder) -> RunPlan:
     return plan
 
 
-def _failed_rows(plan: RunPlan, failed: Mapping[int, set[str]]) -> Iterator[tuple[Bucket, pa.Table]]:
-    for index in sorted(failed):
-        shard = plan.shard(index)
+def add_redo(folder: RunFolder, plan: RunPlan, cfg: JobConfig, *, settings: dict[str, Any]) -> RunPlan:
+    """Plan every row again, for other output-affecting settings: a new part of kind `redo`, which holds them too."""
+    counts: Counter[Bucket] = Counter()
+    supersedes = {shard.index: None for shard in plan.shards() if shard.num_kept}
+    with _open_spool() as spool:
+        for bucket, rows in _rows_by_bucket(plan, _LiveIds(plan)):
+            spool.add(bucket, rows)
+            counts[bucket] += rows.num_rows
+        part = _next_part(counts, plan, cfg.plan, kind="redo")
+        ours = publish_part(
+            folder, part, spool.rows(part), schema=plan.schema, identity=plan.files[-1].identity,
+            supersedes=supersedes, settings=settings,
+        )  # fmt: skip
+    planned = _reopened(folder)
+    if not ours and planned.settings != settings:  # another process has added rows meanwhile
+        return add_redo(folder, planned, cfg, settings=settings)
+    return planned
+
+
+class _LiveIds(Mapping[int, set[str]]):
+    """By shard, the ids that no redo has taken away; each once, for a retry repeats rows of other parts."""
+
+    def __init__(self, plan: RunPlan) -> None:
+        self._plan = plan
+        parts = [part for part in plan.parts if part.kind != "retry"]
+        self._shards = {shard.index: shard for part in parts for shard in plan.shards_of(part) if shard.num_kept}
+
+    def __getitem__(self, index: int) -> set[str]:
+        rows = self._plan.rows(self._shards[index])["id"].to_pylist()
+        return {row_id for place, row_id in enumerate(rows) if place not in self._shards[index].dropped}
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._shards)
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+
+def _rows_by_bucket(plan: RunPlan, ids: Mapping[int, set[str]]) -> Iterator[tuple[Bucket, pa.Table]]:
+    """Rows of the plan, given as ids of each shard."""
+    for index in sorted(ids):
+        shard = plan.first_shard(index)
         rows = plan.rows(shard)
-        wanted = pc.is_in(rows["id"], pa.array(sorted(failed[index]), pa.string()))
+        wanted = pc.is_in(rows["id"], pa.array(sorted(ids[index]), pa.string()))
         first = 0
         for bucket, batches in groupby(shard.batches, key=lambda batch: batch.bucket):
             num_rows = sum(batch.num_rows for batch in batches)
@@ -176,24 +234,50 @@ def _failed_rows(plan: RunPlan, failed: Mapping[int, set[str]]) -> Iterator[tupl
             first += num_rows
 
 
-def _drop_planned(keys: _Keys, plan: RunPlan, manifest: Manifest, rules: RowRules, cfg: JobConfig) -> int:
-    """Leave only rows that the plan has not; returns how many of the plan's are gone from the manifest."""
-    keys.add_planned(plan)
-    edited, examples = keys.edited()
-    if not edited:
-        return keys.drop_planned()
-    ids = ", ".join(map(_quoted, examples)) + (", ..." if edited > len(examples) else "")
+def _publish_redo(
+    folder: RunFolder, plan: RunPlan, keys: _Keys, spool: _Spool, cfg: PlanConfig, *, identity: dict[str, Any]
+) -> RunPlan | None:
+    """Plan edited rows again, as they are now; None where another process has planned something else meanwhile."""
+    gone = [row_id for row_id, row, *_ in keys.edited_examples(NAMED_EDITS) if row is None]
+    if gone:
+        raise ManifestError(
+            f"rows of the plan were edited so that they are rejected now (id {', '.join(map(_quoted, gone))}), and "
+            "run.on_change=redo cannot make them; mend them, or take them out of the manifest"
+        )
+    part = _next_part(keys.edited_counts(), plan, cfg, kind="redo")
+    rows = spool.rows(part, keys.edited_rows())
+    places = keys.edited_places()
+    publish = publish_part(folder, part, rows, schema=plan.schema, identity=identity, supersedes=places)
+    planned = _reopened(folder)
+    same = publish or (planned.files[part.index].identity == identity and planned.parts[part.index].kind == "redo")
+    return planned if same else None
+
+
+def _edits_sentence(
+    keys: _Keys, spool: _Spool, plan: RunPlan, manifest: Manifest, rules: RowRules, cfg: JobConfig
+) -> str:
+    """Which rows were edited, and in which columns; which defaults changed, if that is why."""
+    number, examples = keys.num_edited(), keys.edited_examples(NAMED_EDITS)
+    new = {row["id"]: row for row in spool.chosen(sorted(row for _, row, *_ in examples if row is not None))}
+    told = ", ".join(
+        f"{_quoted(row_id)} ({_edited_columns(plan, new.get(row_id), *at)})" for row_id, _, *at in examples
+    )
+    ids = f"(id {told}{', ...' if number > len(examples) else ''})"
     before, now = plan.files[-1].identity["rules"], asdict(rules)
     changed = [f"{_key(name, cfg)} was {before[name]}, is {now[name]}" for name in now if before[name] != now[name]]
     if changed:
-        raise ManifestError(
-            f"{', '.join(changed)}: that changes {edited} planned rows (id {ids}); use another output.dir"
-        )
+        return f"{', '.join(changed)}: that changes {number} planned rows {ids}; {OTHERWISE}"
     place = "" if manifest.has_ids else "; without an id column a row is known by its place only"
-    raise ManifestError(
-        f"{edited} planned rows were edited since (id {ids}), in a column of fluxbatch or of their own{place}; "
-        "give them new ids, or use another output.dir"
-    )
+    return f"{number} planned rows were edited since {ids}{place}; give them new ids, or: {OTHERWISE}"
+
+
+def _edited_columns(plan: RunPlan, new: dict[str, Any] | None, shard: int, place: int) -> str:
+    if new is None:
+        return "rejected now"
+    [old] = plan.rows(plan.first_shard(shard)).slice(place, 1).to_pylist()
+    old, new = ({**row, **(row.get("extra") or {})} for row in (old, new))
+    names = [name for name in old.keys() | new.keys() if name not in ("extra", *PLACES)]
+    return ", ".join(sorted(name for name in names if old.get(name) != new.get(name))) or "content"
 
 
 def _key(name: str, cfg: JobConfig) -> str:
@@ -206,12 +290,21 @@ def _quoted(row_id: str) -> str:
     return repr(row_id if len(row_id) <= 80 else row_id[:77] + "...")
 
 
-def _next_part(counts: Mapping[Bucket, int], plan: RunPlan | None, cfg: PlanConfig, size_of: SizeOf | None) -> PlanPart:
+def _next_part(
+    counts: Mapping[Bucket, int],
+    plan: RunPlan | None,
+    cfg: PlanConfig,
+    size_of: SizeOf | None = None,
+    *,
+    kind: str = "rows",
+) -> PlanPart:
     if plan is None:
         return plan_part(counts, plan=cfg, size_of=size_of)
     last = plan.parts[-1]
     shard, batch = last.first_shard + last.num_shards, last.first_batch + last.num_batches
-    return plan_part(counts, plan=cfg, size_of=size_of, index=last.index + 1, first_shard=shard, first_batch=batch)
+    return plan_part(
+        counts, plan=cfg, size_of=size_of, index=last.index + 1, kind=kind, first_shard=shard, first_batch=batch
+    )
 
 
 def _publish_rows(
@@ -300,11 +393,29 @@ class _Keys:
             "manifest.on_duplicate=keep_first keeps the first of each"
         )
 
-    def edited(self) -> tuple[int, list[str]]:
-        """How many planned rows have other content now, and three of their ids."""
+    def find_edited(self) -> int:
+        """How many planned rows have other content now."""
         self._db.execute(FIND_EDITED)
-        examples = self._db.execute("SELECT id FROM edited ORDER BY id LIMIT 3").fetchall()
-        return self._value("SELECT count(*) FROM edited"), [row_id for (row_id,) in examples]
+        return self.num_edited()
+
+    def num_edited(self) -> int:
+        return self._value("SELECT count(*) FROM edited")
+
+    def edited_examples(self, limit: int) -> list[tuple[str, int | None, int, int]]:
+        """Some edited rows: id, row of the manifest (None: it is rejected now), shard and place in the plan."""
+        query = "SELECT id, row, min(shard), arg_min(place, shard) FROM edited JOIN planned USING (id) GROUP BY id, row"
+        return self._db.execute(f"{query} ORDER BY id LIMIT {limit}").fetchall()
+
+    def edited_counts(self) -> dict[Bucket, int]:
+        return {Bucket(*shape): number for *shape, number in self._db.execute(COUNT_EDITED_BUCKETS).fetchall()}
+
+    def edited_rows(self) -> np.ndarray:
+        """The numbers of the edited rows in the manifest, ascending."""
+        return self._db.execute("SELECT row FROM edited WHERE row IS NOT NULL ORDER BY row").fetchnumpy()["row"]
+
+    def edited_places(self) -> dict[int, list[int]]:
+        """Where the plan has edited rows, failed attempts too: by shard, their places in it."""
+        return dict(self._db.execute(EDITED_PLACES).fetchall())
 
     def drop_planned(self) -> int:
         """Leave only rows that no plan has yet; returns how many planned rows are gone."""
@@ -378,6 +489,20 @@ class _Spool:
             for place in chain.from_iterable(self._places[run.bucket] for run in part.runs):
                 rows = pa.Table.from_batches([reader.get_batch(place)])
                 yield rows if kept is None else rows.filter(_is_in(rows["row"].to_numpy(), kept))
+
+    def chosen(self, rows: list[int]) -> list[dict[str, Any]]:
+        """A few rows, by their numbers, as dictionaries."""
+        self.close()
+        if not rows:
+            return []
+        with pa.OSFile(str(self._path)) as file:
+            reader = pa.ipc.open_file(file)
+            tables = (pa.Table.from_batches([reader.get_batch(at)]) for at in range(self._num_batches))
+            return [
+                row
+                for table in tables
+                for row in table.filter(_is_in(table["row"].to_numpy(), np.array(rows))).to_pylist()
+            ]
 
     def close(self) -> None:
         if self._writer is not None:

@@ -62,12 +62,22 @@ class BatchPlan:
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """One shard: consecutive rows of one plan part, cut into batches that never cross its edge."""
+    """One shard: consecutive rows of one plan part, cut into batches that never cross its edge.
+
+    A redo takes rows away from it: `dropped` holds their places in the shard, `revision` the number of the plan part
+    that took the last of them, and `batches` only those with rows that are kept. Its files have that number too.
+    """
 
     index: int
     first_row: int
     num_rows: int
     batches: tuple[BatchPlan, ...]
+    revision: int = 0
+    dropped: frozenset[int] | range = frozenset()
+
+    @property
+    def num_kept(self) -> int:
+        return self.num_rows - len(self.dropped)
 
 
 @dataclass(frozen=True, slots=True)

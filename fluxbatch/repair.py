@@ -16,6 +16,7 @@ from fluxbatch import commit, writers
 from fluxbatch.folder import RunFolder
 from fluxbatch.lease import Lease
 from fluxbatch.ledger import Ledger, shard_of
+from fluxbatch.planfile import DamagedPlanError, RunPlan
 from fluxbatch.verify import Discrepancy, verify
 
 log = logging.getLogger(__name__)
@@ -37,8 +38,8 @@ def repair(folder: RunFolder, *, decode: bool) -> list[Move]:
     What a run mends by itself is left to it, and so is what only a copy can restore.
     """
     with Lease(folder, rank=RANK, world_size=1):
-        ledger = Ledger.read(folder)
         _, found = verify(folder, decode=decode)
+        ledger = Ledger.read(folder, plan.revisions if (plan := _plan(folder)) else None)
         files = list(dict.fromkeys(file for fault in found for file in _files(fault, ledger)))
         if files:
             folder.success.unlink(missing_ok=True)
@@ -47,6 +48,13 @@ def repair(folder: RunFolder, *, decode: bool) -> list[Move]:
             ledger.forget(folder, RANK, line)
             commit.step("forgotten", folder.root / line.file)
     return moves
+
+
+def _plan(folder: RunFolder) -> RunPlan | None:
+    try:
+        return RunPlan.open(folder)
+    except DamagedPlanError:
+        return None
 
 
 def _files(fault: Discrepancy, ledger: Ledger) -> Iterable[str]:

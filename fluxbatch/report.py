@@ -40,7 +40,8 @@ def status(folder: RunFolder) -> dict[str, Any]:
 
     A row is `written` when its shard is; `in_open_shards` of the pending ones are drawn and safe on the disk.
     """
-    plan, ledger = RunPlan.open(folder), Ledger.read(folder)
+    plan = RunPlan.open(folder)
+    ledger = Ledger.read(folder, plan.revisions if plan else None)
     counts = row_counts(folder, plan, ledger) if plan else NOTHING
     missing, drawn = _open_batches(folder, plan, ledger) if plan else ([], 0)
     recent = throughput.recent_lines(folder)
@@ -78,9 +79,10 @@ def _work(bucket: Bucket) -> int:
 
 def write_report(folder: RunFolder, *, job: dict[str, Any]) -> dict[str, Any]:
     """Make report.json, report.html, contact_sheet.png and README.md anew; returns what report.json holds."""
-    plan, ledger = RunPlan.open(folder), Ledger.read(folder)
+    plan = RunPlan.open(folder)
     if plan is None:
         raise FluxbatchError(f"{folder.root} has no plan yet, so there is nothing to report")
+    ledger = Ledger.read(folder, plan.revisions)
     log = throughput.read_log(folder)
     report = build_report(folder, plan, ledger, log=log, job=job)
     samples = take_samples(folder, plan, ledger, image_format=job["settings"]["output"]["image_format"])
@@ -96,7 +98,7 @@ def build_report(
 ) -> dict[str, Any]:
     """report.json: what became of the rows, how fast, and out of which settings."""
     counts = row_counts(folder, plan, ledger)
-    rejected, failed = _rejections(folder), _failures(folder, failed_rows(folder, ledger, plan))
+    rejected, failed = _rejections(folder), _failures(folder, plan, failed_rows(folder, ledger, plan))
     return {
         "run": folder.root.name,
         **asdict(counts),
@@ -117,13 +119,10 @@ def build_report(
 
 def _buckets(plan: RunPlan, measured: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """In the order of the plan; rows that are planned once more are no further rows."""
-    rows: dict[Bucket, int] = {}
-    for run in (run for part in plan.parts if part.kind == "rows" for run in part.runs):
-        rows[run.bucket] = rows.get(run.bucket, 0) + run.num_rows
     unmeasured: dict[str, Any] = {"images": 0, "images_per_s": None, "median_ms": {}}
     return [
         {"bucket": bucket.name, **asdict(bucket), "rows": number, **measured.get(bucket.name, unmeasured)}
-        for bucket, number in rows.items()
+        for bucket, number in plan.bucket_rows().items()
     ]
 
 
@@ -133,11 +132,11 @@ def _rejections(folder: RunFolder) -> dict[str, dict[str, Any]]:
     return _by_reason(pq.read_table(folder.rejected, columns=["reason", "message"], partitioning=None))
 
 
-def _failures(folder: RunFolder, failed: Mapping[int, set[str]]) -> dict[str, dict[str, Any]]:
+def _failures(folder: RunFolder, plan: RunPlan, failed: Mapping[int, set[str]]) -> dict[str, dict[str, Any]]:
     """The rows whose last word is failed, by `stage: reason`."""
     tables = []
     for shard, ids in failed.items():
-        table = pq.read_table(folder.failed_shard(shard), partitioning=None)
+        table = pq.read_table(folder.failed_shard(shard, plan.revisions.get(shard, 0)), partitioning=None)
         table = table.filter(pc.is_in(table["id"], value_set=pa.array(sorted(ids), pa.string())))
         reasons = pc.binary_join_element_wise(table["stage"], table["reason"], ": ")
         tables.append(pa.table({"reason": reasons, "message": table["message"]}))

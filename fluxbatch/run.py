@@ -25,7 +25,8 @@ from fluxbatch.ledger import Ledger
 from fluxbatch.manifest import open_manifest
 from fluxbatch.metrics import GpuSampler, MetricsLog, PeakMemory, write_prometheus
 from fluxbatch.plan import SizeOf, batch_size
-from fluxbatch.planner import Changes, add_retry, prepare
+from fluxbatch.planfile import RunPlan
+from fluxbatch.planner import Changes, add_redo, add_retry, prepare
 from fluxbatch.progress import Progress
 from fluxbatch.ranks import Rank
 from fluxbatch.records import Bucket, CompressedBatch, LaunchCost, RowCounts, ShardPlan
@@ -61,11 +62,16 @@ def run_job(cfg: JobConfig, *, load: LoadModel | None = None) -> tuple[RowCounts
         stop.leave = lease.release
         log.info("output.dir %s, rank %d of %d", folder.root, rank.index, rank.world_size)
         description = job.open_job(folder, cfg)
+        description = _settle_settings(folder, description, cfg)
         model = functools.cache(functools.partial(load or _load_model, cfg, rank))
         size_of = _size_of(cfg, rank, model, stop)
         plan, changes = prepare(folder, open_manifest(cfg.manifest), config.row_rules(cfg), cfg, size_of=size_of)
         _say_changes(changes, description, cfg)
-        committed = _sound_ledger(folder, rank)
+        redone = [
+            (file.path.name, file.part.num_rows, file.settings) for file in plan.files if file.part.kind == "redo"
+        ]
+        description = job.record_redo(folder, cfg, description, redone)
+        committed = _sound_ledger(folder, plan, rank)
         if cfg.run.retry_failed:
             plan = add_retry(folder, plan, ledger.failed_rows(folder, committed, plan))
         share = Share(folder, plan, committed, cfg, rank)
@@ -101,6 +107,7 @@ def _render(share: Share, work: list[ShardPlan], loaded: Callable[[], Model], *,
         stage_timeout_s=cfg.run.stage_timeout_s,
     )
     with (
+        share,
         closing(finished),  # an exception here must not leave the stages' threads to a dying interpreter
         GpuSampler(cfg.telemetry.nvml, _device_uuid(model)) as gpu,
         Progress(cfg.telemetry, total=before.rows - before.rejected, done=before.written + before.failed) as progress,
@@ -210,9 +217,26 @@ def _device_uuid(model: Model) -> str | None:
     return str(torch.cuda.get_device_properties(model.device).uuid)
 
 
-def _sound_ledger(folder: RunFolder, rank: Rank) -> Ledger:
+def _settle_settings(folder: RunFolder, description: dict[str, Any], cfg: JobConfig) -> dict[str, Any]:
+    """Refuse other output-affecting settings than the job's, or plan all rows again for them (run.on_change=redo)."""
+    plan = RunPlan.open(folder)
+    stored = plan.settings if plan and plan.settings else description["fingerprint"]
+    changed = job.differences(stored, cfg)
+    if not changed:
+        return description
+    if cfg.run.on_change == "refuse":
+        job.refuse_differences(folder, changed)
+    if plan is None:  # stopped before anything was planned
+        return job.begin_again(folder, cfg)
+    told = ", ".join(f"{key} was {change['was']!r}, is {change['is']!r}" for key, change in changed.items())
+    log.warning("all rows are made again: %s", told)
+    add_redo(folder, plan, cfg, settings=job.settings_record(cfg))
+    return description
+
+
+def _sound_ledger(folder: RunFolder, plan: RunPlan, rank: Rank) -> Ledger:
     """The ledger, without the files that are gone or cut: those are removed here and made again."""
-    committed = Ledger.read(folder)
+    committed = Ledger.read(folder, plan.revisions)
     for lost in ledger.check_files(folder, committed):
         log.warning("%s is missing or cut; its rows are made again", folder.root / lost.file)
         shards.remove_shard_file(folder, lost)
@@ -222,8 +246,8 @@ def _sound_ledger(folder: RunFolder, rank: Rank) -> Ledger:
 
 def _finish(share: Share, description: dict[str, Any], changes: Changes) -> RowCounts:
     """Write report, card and _SUCCESS when the whole job is complete; whichever rank finds it so does it."""
-    committed = Ledger.read(share.folder)
-    counts = ledger.row_counts(share.folder, share.plan, committed)
+    plan = RunPlan.open(share.folder) or share.plan  # another rank may have changed it meanwhile
+    counts = ledger.row_counts(share.folder, plan, Ledger.read(share.folder, plan.revisions))
     told = all(path.exists() for path in (share.folder.success, *share.folder.told()))
     if counts.pending == 0 and not (told and changes.unchanged):
         _drop_empty(share.folder)
@@ -256,6 +280,8 @@ def _say_changes(changes: Changes, description: dict[str, Any], cfg: JobConfig) 
         log.info("the plan stands: other batch and shard sizes apply to rows added since")
     if changes.added:
         log.info("%d rows were added to the plan", changes.added)
+    if changes.redone:
+        log.warning("%d rows were edited and are made again; their old images are superseded", changes.redone)
     if changes.deleted:
         log.warning("%d rows of the plan are no longer in the manifest; what was made of them is kept", changes.deleted)
     if changes.rejected:

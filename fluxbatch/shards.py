@@ -11,7 +11,7 @@ import io
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -23,7 +23,8 @@ from fluxbatch import commit, writers
 from fluxbatch.config import OutputConfig
 from fluxbatch.errors import FluxbatchError
 from fluxbatch.folder import RunFolder
-from fluxbatch.records import CompressedBatch, RowResult, ShardCommit, ShardPlan
+from fluxbatch.records import Batch, BatchPlan, CompressedBatch, RowFailure, RowResult, ShardCommit, ShardPlan
+from fluxbatch.writers import StoredRow
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ PART_SCHEMA = pa.schema(
 FAILURE = ("stage", "reason", "message", "attempts")
 FAILED_COLUMNS = ["id", *FAILURE, "prompt", "height", "width"]
 DIGEST_KEY = b"sha256"
+SUPERSEDED = RowFailure("plan", "superseded", "a later plan part makes this row again", attempts=0)
 
 
 def commit_batch(folder: RunFolder, done: CompressedBatch) -> bool:
@@ -126,19 +128,43 @@ def compact(folder: RunFolder, shard: ShardPlan, rows: pa.Table, *, output: Outp
     shard's rows; rows that stand as failed are failed, whatever our parts say. Raises FluxbatchError naming a part
     that is gone or a file that holds other rows.
     """
+    superseded = _superseded(shard, rows)
     try:
-        outcomes = pa.concat_tables(_outcomes(_part(folder.batch(batch.index))) for batch in shard.batches)
-        _require(outcomes["id"].to_pylist(), rows["id"].to_pylist(), folder.batches)
-        for name in ("truncated", *FAILURE):
-            rows = rows.append_column(PART_SCHEMA.field(name), outcomes[name])
-        failed = _commit_failures(folder, shard, rows)
+        drawn = [_with_outcomes(folder, shard, rows, batch) for batch in shard.batches]
+        failed = _commit_failures(folder, shard, _without(pa.concat_tables(drawn), superseded))
         failed_ids = writers.stored_ids(folder.root / failed[0].file) if failed else []
-        return failed + _commit_images(folder, shard, rows, set(failed_ids), output)
+        return failed + _commit_images(folder, shard, drawn, superseded | set(failed_ids), output)
     except _LostPartError:
         found = adopt(folder, shard, rows, output=output)  # another live copy may have cleared up after its own commit
         if found:
             return found
         raise
+
+
+def kept_ids(shard: ShardPlan, rows: pa.Table) -> list[str]:
+    """The ids of a shard's rows, in plan order, but for those that a redo took away."""
+    return [row_id for place, row_id in enumerate(rows["id"].to_pylist()) if place not in shard.dropped]
+
+
+def _superseded(shard: ShardPlan, rows: pa.Table) -> set[str]:
+    return {rows["id"][place].as_py() for place in shard.dropped}
+
+
+def _with_outcomes(folder: RunFolder, shard: ShardPlan, rows: pa.Table, batch: BatchPlan) -> pa.Table:
+    """A batch's rows of the plan, and what its part file says became of them."""
+    path = folder.batch(batch.index)
+    outcomes = _outcomes(_part(path))
+    table = rows.slice(batch.first_row - shard.first_row, batch.num_rows)
+    _require(outcomes["id"].to_pylist(), table["id"].to_pylist(), path)
+    for name in ("truncated", *FAILURE):
+        table = table.append_column(PART_SCHEMA.field(name), outcomes[name])
+    return table
+
+
+def _without(rows: pa.Table, ids: set[str]) -> pa.Table:
+    """The rows of other ids; where there are none of these, the very same table."""
+    kept = [place for place, row_id in enumerate(rows["id"].to_pylist()) if row_id not in ids]
+    return rows if len(kept) == rows.num_rows else rows.take(pa.array(kept, pa.int64()))
 
 
 def _part(path: Path) -> pa.Table:
@@ -163,7 +189,7 @@ def _outcomes(part: pa.Table) -> pa.Table:
 
 
 def _commit_failures(folder: RunFolder, shard: ShardPlan, rows: pa.Table) -> list[ShardCommit]:
-    path = folder.failed_shard(shard.index)
+    path = folder.failed_shard(shard.index, shard.revision)
     failed = rows.filter(pc.is_valid(rows["stage"])).select(FAILED_COLUMNS)
     if failed.num_rows:
         sha256 = _publish_file(path, lambda file: _write_failures(file, failed.combine_chunks()))
@@ -182,14 +208,14 @@ def _write_failures(file: BinaryIO, failed: pa.Table) -> None:
 
 
 def _commit_images(
-    folder: RunFolder, shard: ShardPlan, rows: pa.Table, failed: set[str], output: OutputConfig
+    folder: RunFolder, shard: ShardPlan, drawn: Sequence[pa.Table], without: set[str], output: OutputConfig
 ) -> list[ShardCommit]:
-    ids = [row_id for row_id in rows["id"].to_pylist() if row_id not in failed]
+    ids = [row_id for rows in drawn for row_id in rows["id"].to_pylist() if row_id not in without]
     if not ids:
         return []
     path = data_file(folder, shard, output)
-    schema = writers.data_schema(rows.schema)
-    sha256 = _publish_images(path, _data_tables(folder, shard, rows, failed, schema), schema=schema, output=output)
+    schema = writers.data_schema(drawn[0].schema)
+    sha256 = _publish_images(path, _data_tables(folder, shard, drawn, without, schema), schema=schema, output=output)
     if sha256 is None:
         _require(writers.stored_ids(path), ids, path)
     return [_describe(folder, shard, path, rows=len(ids), sha256=sha256)]
@@ -197,20 +223,17 @@ def _commit_images(
 
 def data_file(folder: RunFolder, shard: ShardPlan, output: OutputConfig) -> Path:
     """The file that the ledger names for a shard."""
-    path = folder.shard(shard.index, output.kind)
+    path = folder.shard(shard.index, output.kind, shard.revision)
     return path / writers.METADATA if output.kind == "folder" else path
 
 
 def _data_tables(
-    folder: RunFolder, shard: ShardPlan, rows: pa.Table, failed: set[str], schema: pa.Schema
+    folder: RunFolder, shard: ShardPlan, drawn: Sequence[pa.Table], without: set[str], schema: pa.Schema
 ) -> Iterator[pa.Table]:
     """What the writers take: the columns of `schema`, the image as its bytes; one batch in memory at a time."""
-    for batch in shard.batches:
-        table = rows.slice(batch.first_row - shard.first_row, batch.num_rows)
-        table = table.append_column(PART_SCHEMA.field("image"), _images(folder.batch(batch.index)))
-        kept = [slot for slot, row_id in enumerate(table["id"].to_pylist()) if row_id not in failed]
-        if len(kept) < table.num_rows:
-            table = table.take(pa.array(kept, pa.int64()))
+    for batch, rows in zip(shard.batches, drawn, strict=True):
+        table = rows.append_column(PART_SCHEMA.field("image"), _images(folder.batch(batch.index)))
+        table = _without(table, without)
         yield pa.table({name: _data_column(table, name) for name in schema.names})
 
 
@@ -274,9 +297,18 @@ def _describe(
     )
 
 
+def standing_files(folder: RunFolder) -> Iterator[str]:
+    """What stands in data/ and failed/, relative to the run folder; temporary files and images in folders left out."""
+    for place in (folder.data, folder.failures):
+        for path in sorted(place.iterdir()) if place.is_dir() else ():
+            if not path.name.startswith(commit.TEMPORARY_PREFIX):
+                file = path / writers.METADATA if path.is_dir() else path
+                yield file.relative_to(folder.root).as_posix()
+
+
 def stands(folder: RunFolder, shard: ShardPlan, *, output: OutputConfig) -> bool:
     """Whether a file of this shard is in the folder, whatever its ledger says."""
-    return folder.failed_shard(shard.index).exists() or data_file(folder, shard, output).exists()
+    return folder.failed_shard(shard.index, shard.revision).exists() or data_file(folder, shard, output).exists()
 
 
 def adopt(folder: RunFolder, shard: ShardPlan, rows: pa.Table, *, output: OutputConfig) -> list[ShardCommit]:
@@ -285,10 +317,10 @@ def adopt(folder: RunFolder, shard: ShardPlan, rows: pa.Table, *, output: Output
     Empty where nothing stands, or only a part of the shard. Raises FluxbatchError naming a file that cannot be read
     or holds other rows.
     """
-    failed_path, data_path = folder.failed_shard(shard.index), data_file(folder, shard, output)
+    failed_path, data_path = folder.failed_shard(shard.index, shard.revision), data_file(folder, shard, output)
     failed = writers.stored_ids(failed_path) if failed_path.exists() else []
     written = writers.stored_ids(data_path) if data_path.exists() else []
-    planned = rows["id"].to_pylist()
+    planned = kept_ids(shard, rows)
     _require(failed, _among(planned, set(failed)), failed_path)
     _require(written, _among(planned, set(written) - set(failed)), data_path)
     if len(failed) + len(written) < len(planned):
@@ -316,6 +348,59 @@ def remove_batches(folder: RunFolder, shard: ShardPlan) -> None:
         folder.batch(batch.index).unlink(missing_ok=True)
 
 
+def unpack(
+    folder: RunFolder, lines: Sequence[ShardCommit], batches: Iterable[Batch], *, superseded: set[str]
+) -> Iterator[CompressedBatch]:
+    """What a committed shard holds, as the batches that it was made of: a revision is compacted from them again.
+
+    A row that is `superseded` comes as failed, for its place is not written. Raises FluxbatchError where a file is not
+    what its ledger line says, or lacks a row.
+    """
+    for line in lines:
+        path = folder.root / line.file
+        if not path.exists() or commit.sha256_file(path) != line.sha256:
+            raise FluxbatchError(f"{path} is not the file that its ledger line names")
+    known = {row_id: failure for line in lines if line.failed for row_id, failure in _failures(folder.root / line.file)}
+    stored = (row for line in lines if line.rows for row in writers.stored_rows(folder.root / line.file))
+    for batch in batches:
+        results = []
+        for request in batch.requests:
+            if request.id in superseded:
+                results.append(RowResult(request.id, None, failure=SUPERSEDED))
+            elif request.id in known:
+                results.append(RowResult(request.id, None, failure=known[request.id]))
+            else:
+                results.append(_stored_result(request.id, stored))
+        yield CompressedBatch(batch, tuple(results))
+
+
+def _failures(path: Path) -> Iterator[tuple[str, RowFailure]]:
+    for row in pq.read_table(path, columns=["id", *FAILURE], partitioning=None).to_pylist():
+        yield row.pop("id"), RowFailure(**row)
+
+
+def _stored_result(row_id: str, stored: Iterator[StoredRow]) -> RowResult:
+    """The row of this id, further on in the file: those before it are superseded."""
+    for row in stored:
+        if row.id == row_id:
+            if not row.sound:
+                raise FluxbatchError(f"{row.file} is missing or has another sha256 than recorded")
+            return RowResult(row_id, row.image, truncated=row.truncated)
+    raise FluxbatchError(f"row {row_id!r} is not where its ledger line says")
+
+
+def remove_file(folder: RunFolder, file: str) -> None:
+    """Delete a shard's file, or the folder of a `metadata.jsonl`, from under its name in one step."""
+    path = folder.root / file
+    if path.name != writers.METADATA:
+        path.unlink(missing_ok=True)
+    elif path.parent.exists():
+        # Away from its name in one step: half a folder under it would be taken for another attempt's.
+        leftover = commit.temporary_sibling(path.parent)
+        path.parent.rename(leftover)
+        shutil.rmtree(leftover)
+
+
 def is_cut(path: Path, committed: ShardCommit) -> bool:
     """Whether a committed file, or an image beside a `metadata.jsonl`, is missing or shorter than it was."""
     size = path.stat().st_size if path.exists() else -1
@@ -326,13 +411,5 @@ def is_cut(path: Path, committed: ShardCommit) -> bool:
 
 def remove_shard_file(folder: RunFolder, lost: ShardCommit) -> None:
     """Delete what is left of a cut shard file. One that another rank has made again meanwhile stays."""
-    path = folder.root / lost.file
-    if not is_cut(path, lost):
-        return
-    if path.name != writers.METADATA:
-        path.unlink(missing_ok=True)
-    elif path.parent.exists():
-        # Away from its name in one step: half a folder under it would be taken for another attempt's.
-        leftover = commit.temporary_sibling(path.parent)
-        path.parent.rename(leftover)
-        shutil.rmtree(leftover)
+    if is_cut(folder.root / lost.file, lost):
+        remove_file(folder, lost.file)

@@ -6,14 +6,17 @@ Knows no tensors and no signals; what is drawn, and when to stop, is decided in 
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 from fluxbatch import commit, ledger, shards
 from fluxbatch.config import JobConfig
 from fluxbatch.errors import FluxbatchError
 from fluxbatch.folder import RunFolder
-from fluxbatch.ledger import Ledger
+from fluxbatch.ledger import Ledger, revision_of, shard_of
 from fluxbatch.planfile import RunPlan
 from fluxbatch.ranks import Rank
 from fluxbatch.records import Batch, BatchPlan, CompressedBatch, RowResult, ShardCommit, ShardPlan
@@ -31,6 +34,10 @@ class Share:
     cfg: JobConfig
     rank: Rank
     missing: dict[int, set[int]] = field(default_factory=dict)  # open shard -> its batches that are not on disk
+    _settler: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="fluxbatch-settle")
+    )
+    _settling: Future[None] | None = None
     _attempts: dict[int, dict[str, int]] = field(default_factory=dict)  # plan part -> its rows' attempts before it
 
     def settle_all(self) -> list[ShardPlan]:
@@ -38,8 +45,47 @@ class Share:
         for path in (self.folder.data, self.folder.failures, self.folder.batches, self.folder.locks, self.folder.root):
             commit.remove_temporaries(path)
         on_disk = shards.committed_batches(self.folder)
-        ours = (shard for shard in self.plan.shards() if self.rank.owns(shard.index))
+        ours = [shard for shard in self.plan.shards() if self.rank.owns(shard.index)]
+        revised = [shard for shard in ours if shard.revision]
+        if revised:
+            self._clear_superseded(revised, on_disk)
         return [shard for shard in ours if not self._is_settled(shard, on_disk)]
+
+    def _clear_superseded(self, revised: list[ShardPlan], on_disk: set[int]) -> None:
+        """What is left of older revisions becomes part files again, where it is still needed; then the old files go.
+
+        In this order a kill costs nothing, and no row ever stands in two data files.
+        """
+        old = defaultdict(list)
+        for file in shards.standing_files(self.folder):
+            old[shard_of(file)].append(file)
+        for shard in revised:
+            files = [file for file in old[shard.index] if revision_of(file) < shard.revision]
+            if files and not self.ledger.complete(shard):
+                on_disk |= self._unpack(shard, on_disk)
+            for file in files:
+                shards.remove_file(self.folder, file)
+                commit.step("superseded", self.folder.root / file)
+            kept = {batch.index for batch in shard.batches}
+            for batch in self.plan.first_shard(shard.index).batches:
+                if batch.index not in kept:
+                    self.folder.batch(batch.index).unlink(missing_ok=True)
+
+    def _unpack(self, shard: ShardPlan, on_disk: set[int]) -> set[int]:
+        """Part files of the batches that an older revision holds; empty where it cannot be trusted."""
+        lines = self.ledger.superseded.get(shard.index, ())
+        newest = max((revision_of(line.file) for line in lines), default=0)
+        lines = tuple(line for line in lines if revision_of(line.file) == newest)
+        wanted = [batch for batch in shard.batches if batch.index not in on_disk]
+        superseded = set(self.plan.rows(shard)["id"].to_pylist()) - set(shards.kept_ids(shard, self.plan.rows(shard)))
+        made = set()
+        try:
+            for done in shards.unpack(self.folder, lines, map(self.plan.batch, wanted), superseded=superseded):
+                shards.commit_batch(self.folder, done)
+                made.add(done.batch.plan.index)
+        except FluxbatchError as error:
+            log.warning("%s; the rows of shard %d are made again", error, shard.index)
+        return made
 
     def _is_settled(self, shard: ShardPlan, on_disk: set[int]) -> bool:
         batches = {batch.index for batch in shard.batches}
@@ -99,7 +145,29 @@ class Share:
         missing.discard(done.batch.plan.index)
         if not missing:
             del self.missing[done.batch.plan.shard]
-            self.settle(self.plan.shard(done.batch.plan.shard))
+            self._settle_behind(self.plan.shard(done.batch.plan.shard))
+
+    def _settle_behind(self, shard: ShardPlan) -> None:
+        """Make the shard's file while later batches are drawn: a thousand images take the disk seconds.
+
+        One shard at a time: a disk that cannot keep up holds the run here.
+        """
+        self._wait_for_settling()
+        self._settling = self._settler.submit(self.settle, shard)
+
+    def _wait_for_settling(self) -> None:
+        if self._settling is not None:
+            settling, self._settling = self._settling, None
+            settling.result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        """All that was begun is on the disk. Its error is raised, unless there is another one already."""
+        self._settler.shutdown(wait=True)
+        if error is None:
+            self._wait_for_settling()
 
     def _with_attempts(self, done: CompressedBatch) -> CompressedBatch:
         """Failures of a retry say how often their row has been tried."""
@@ -107,6 +175,7 @@ class Share:
         if not done.num_failed or part.kind != "retry":
             return done
         if part.index not in self._attempts:
+            self._wait_for_settling()  # it writes to the ledger that is read here
             self._attempts[part.index] = ledger.attempts(self.folder, self.ledger, before_shard=part.first_shard)
         earlier = self._attempts[part.index]
         return replace(done, results=tuple(_counted(result, earlier.get(result.id, 0)) for result in done.results))

@@ -45,7 +45,7 @@ def plan(cfg: JobConfig) -> Answer:
 
     _require_manifest(cfg)
     _warn_of_missing_model(cfg)
-    job.refuse_other_settings(RunFolder(config.output_dir(cfg)), cfg)
+    _refuse_other_settings(RunFolder(config.output_dir(cfg)), cfg)
     found = survey(open_manifest(cfg.manifest), config.row_rules(cfg), cfg.manifest)
     sizes = RememberedSizes(cfg)
     part = plan_part(found.counts, plan=cfg.plan, size_of=sizes)
@@ -75,6 +75,16 @@ def plan(cfg: JobConfig) -> Answer:
     }
     row_errors = answer["rejected"] and cfg.run.fail_on_row_errors
     return answer, _plan_words(answer, cfg), EXIT_ROW_ERRORS if row_errors else EXIT_DONE
+
+
+def _refuse_other_settings(folder: RunFolder, cfg: JobConfig) -> None:
+    from fluxbatch.planfile import RunPlan
+
+    stored = job.read_job(folder)
+    if stored is not None and cfg.run.on_change == "refuse":
+        planned = RunPlan.open(folder)
+        settings = planned.settings if planned and planned.settings else stored["fingerprint"]
+        job.refuse_differences(folder, job.differences(settings, cfg))
 
 
 def _plan_words(answer: dict[str, Any], cfg: JobConfig) -> str:

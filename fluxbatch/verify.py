@@ -17,10 +17,10 @@ from pathlib import Path
 
 from PIL import Image
 
-from fluxbatch import commit, writers
+from fluxbatch import commit, shards, writers
 from fluxbatch.errors import FluxbatchError
 from fluxbatch.folder import RunFolder
-from fluxbatch.ledger import Ledger, row_counts, shard_of, torn_lines
+from fluxbatch.ledger import Ledger, revision_of, row_counts, shard_of, torn_lines
 from fluxbatch.planfile import DamagedPlanError, RunPlan
 from fluxbatch.records import RowCounts, ShardCommit, ShardPlan
 from fluxbatch.writers import StoredRow
@@ -53,13 +53,13 @@ def verify(folder: RunFolder, *, decode: bool) -> tuple[RowCounts, list[Discrepa
     """The rows by state, and everything that does not fit. `decode` also decodes each image and compares its size."""
     # In this order a run that works beside us cannot look wrong: a shard's part files go after its ledger line.
     finished = folder.success.exists()
-    standing = list(_standing_files(folder))
+    standing = list(shards.standing_files(folder))
     parts = {path.name for path in folder.batches.glob("batch-*.arrow")}
-    ledger = Ledger.read(folder)
     try:
         plan = RunPlan.open(folder)
     except FluxbatchError as error:
         return RowCounts(0, 0, 0, 0, 0), [Discrepancy(folder.plan().name, str(error), "restore")]
+    ledger = Ledger.read(folder, plan.revisions if plan else None)
     if plan is None:
         lost = Discrepancy(folder.plan().name, "is missing, and without it no row can be told", "restore")
         return RowCounts(0, 0, 0, 0, 0), [lost] if standing or ledger.commits else []  # else: stopped before its plan
@@ -74,14 +74,6 @@ def verify(folder: RunFolder, *, decode: bool) -> tuple[RowCounts, list[Discrepa
         elif not found:  # ledger lines and their files went together
             found.append(Discrepancy(folder.success.name, f"stands although {counts.pending} rows are pending", "run"))
     return counts, found
-
-
-def _standing_files(folder: RunFolder) -> Iterator[str]:
-    """What stands in data/ and failed/, relative to the run folder; temporary files and images in folders left out."""
-    for place in (folder.data, folder.failures):
-        for path in sorted(place.iterdir()) if place.is_dir() else ():
-            if not path.name.startswith(commit.TEMPORARY_PREFIX):
-                yield _relative(folder, path / writers.METADATA if path.is_dir() else path)
 
 
 def _leftovers(folder: RunFolder) -> Iterator[Discrepancy]:
@@ -110,9 +102,10 @@ class _Check:
         """Every shard of which the ledger or the folder knows something."""
         files: defaultdict[int | None, list[str]] = defaultdict(list)
         for file in self.standing:
-            files[shard_of(file)].append(file)
+            if not self._is_superseded(file):
+                files[shard_of(file)].append(file)
         for part in self.plan.parts:
-            for shard in part.shards():
+            for shard in self.plan.shards_of(part):
                 lines = self.ledger.commits.get(shard.index, ())
                 try:
                     if self.ledger.complete(shard):
@@ -131,7 +124,7 @@ class _Check:
             yield from faults
             if faults:
                 return  # what a damaged file lacks is no second finding
-        planned = self.plan.rows(shard)["id"].to_pylist()
+        planned = shards.kept_ids(shard, self.plan.rows(shard))
         if held:
             yield from (Discrepancy(lines[-1].file, fault, "repair") for fault in _row_faults(planned, held))
         failed = {row_id for line in lines if line.failed for row_id in held[line.file]}
@@ -150,7 +143,7 @@ class _Check:
             yield from faults
             if faults:
                 return
-        planned = self.plan.rows(shard)["id"].to_pylist()
+        planned = shards.kept_ids(shard, self.plan.rows(shard))
         lacks = list(_row_faults(planned, held))
         if not lacks:
             torn = "".join(f" ({place} is torn)" for place in torn_lines(self.folder)[:1])
@@ -192,9 +185,16 @@ class _Check:
             if shard is None:
                 yield Discrepancy(file, "belongs to no shard of the plan", "aside")
                 continue
+            if self._is_superseded(file):
+                if self.ledger.complete(shard):
+                    yield Discrepancy(file, "is superseded: its rows were made again, or stand in a revision", "run")
+                continue
             is_named = any(line.file == file for line in self.ledger.commits.get(shard.index, ()))
             if self.ledger.complete(shard) and not is_named:
                 yield Discrepancy(file, f"is not what the ledger names for shard {shard.index}", "aside")
+
+    def _is_superseded(self, file: str) -> bool:
+        return revision_of(file) < self.plan.revisions.get(shard_of(file) or 0, 0)
 
     def _parts_of(self, shard: ShardPlan) -> set[str]:
         return {self.folder.batch(batch.index).name for batch in shard.batches} & self.parts
@@ -202,7 +202,7 @@ class _Check:
     def _shard(self, index: int | None) -> ShardPlan | None:
         for part in self.plan.parts:
             if index is not None and part.first_shard <= index < part.first_shard + part.num_shards:
-                return part.shard(index)
+                return self.plan.shard(index)
         return None
 
 

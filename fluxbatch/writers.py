@@ -198,6 +198,7 @@ class StoredRow:
     file: str  # the image's own file in a folder, its name in a tar or in Parquet
     image: bytes | None
     sha256: str | None = None
+    truncated: bool = False
 
     @property
     def sound(self) -> bool:
@@ -241,11 +242,15 @@ def stored_rows(path: Path) -> Iterator[StoredRow]:
             yield from _parquet_rows(path)
         elif path.suffix == ".tar":
             for record, name, image in _tar_rows(path):
-                yield StoredRow(record["id"], record["height"], record["width"], name, image)
+                yield StoredRow(
+                    record["id"], record["height"], record["width"], name, image, truncated=record["truncated"]
+                )
         else:
             for record, beside in zip(_metadata(path), image_files(path), strict=True):
                 name, content = beside.path.name, beside.path.read_bytes() if beside.size() >= 0 else None
-                yield StoredRow(record["id"], record["height"], record["width"], name, content, beside.sha256)
+                yield StoredRow(
+                    record["id"], record["height"], record["width"], name, content, beside.sha256, record["truncated"]
+                )
 
 
 def image_files(metadata: Path) -> Iterator[ImageFile]:
@@ -266,10 +271,10 @@ def _readable(path: Path) -> Iterator[None]:
 def _parquet_rows(path: Path) -> Iterator[StoredRow]:
     with pq.ParquetFile(path) as file:
         for group in range(file.num_row_groups):
-            table = file.read_row_group(group, columns=["id", "height", "width", "image"])
-            for row_id, height, width, image in zip(*table.select(["id", "height", "width", "image"]), strict=True):
-                stored = image.as_py()
-                yield StoredRow(row_id.as_py(), height.as_py(), width.as_py(), stored["path"], stored["bytes"])
+            names = ["id", "height", "width", "truncated", "image"]
+            for row in zip(*file.read_row_group(group, columns=names).select(names), strict=True):
+                row_id, height, width, truncated, stored = (value.as_py() for value in row)
+                yield StoredRow(row_id, height, width, stored["path"], stored["bytes"], truncated=truncated)
 
 
 def _tar_rows(path: Path) -> Iterator[tuple[dict[str, Any], str, bytes]]:

@@ -43,6 +43,7 @@ class FakePlan:
 
     num_rejected = 0
     planned: ClassVar[dict[str, str]] = {}
+    revisions: ClassVar[dict[int, int]] = {}
 
     def __init__(self, ids: Sequence[str], *, shard_size: int = 4, extra: pa.Array | None = None) -> None:
         self.cfg = PlanConfig(batch_size=2, shard_size=shard_size)
@@ -70,6 +71,9 @@ class FakePlan:
 
     def shards(self) -> list[ShardPlan]:
         return [shard for part in self.parts for shard in part.shards()]
+
+    def shards_of(self, part: PlanPart) -> list[ShardPlan]:
+        return list(part.shards())
 
     def shard(self, index: int) -> ShardPlan:
         return self.shards()[index]

@@ -158,7 +158,7 @@ def test_a_job_is_written_once_and_other_output_settings_are_refused(tmp_path: P
     for override, key in [("model.dtype=bfloat16", "model.dtype"), ("output=folder", "output.kind"),
                           ("output.image_format=jpeg", "output.image_format")]:  # fmt: skip
         with pytest.raises(ConfigError, match=f"{key} must be"):
-            job.open_job(folder, composed(override))
+            job.refuse_differences(folder, job.differences(first["fingerprint"], composed(override)))
 
 
 def test_a_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
@@ -179,8 +179,8 @@ def test_br35_an_unreadable_job_file_is_set_aside(tmp_path: Path, content: bytes
 
 def test_no_password_of_a_url_stands_in_a_file(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    job.open_job(folder, composed("manifest.path=s3://key:secret@bucket/m.parquet"))
-    assert "secret" not in folder.job.read_text()
+    job.open_job(folder, composed("manifest.path=[s3://key:secret@bucket/m.parquet,https://a/m?X-Signature=secret]"))
+    assert "secret" not in folder.job.read_text() and "bucket/m.parquet" in folder.job.read_text()
 
 
 @pytest.mark.parametrize(

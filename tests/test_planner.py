@@ -284,9 +284,9 @@ def test_an_edited_row_is_refused_with_its_id(job: Job):
     for n in (3, 5, 7, 9):
         changed[n]["prompt"] += "!"
     job.write(changed)
-    with pytest.raises(ManifestError, match=r"4 planned rows .*\(id 'id-3', 'id-5', 'id-7', \.\.\.\)") as error:
+    with pytest.raises(ManifestError, match="4 planned rows were edited") as error:
         job.start()
-    assert "'id-9'" not in str(error.value)
+    assert "(id 'id-3' (prompt), 'id-5' (prompt), 'id-7' (prompt), 'id-9' (prompt))" in str(error.value)
     assert job.files() == before
 
 

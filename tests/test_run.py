@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from fake_model import FakeModel
 
-from fluxbatch import config, run
+from fluxbatch import config, run, shards
 from fluxbatch.compose import with_config
 from fluxbatch.errors import ConfigError, FluxbatchError, FolderBusyError, ManifestError
 from fluxbatch.folder import RunFolder
@@ -120,40 +121,6 @@ def test_the_same_command_again_rewrites_nothing_and_loads_no_model(tmp_path: Pa
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()} == stamps
 
 
-STEPS = [f"{step}:{number}" for step in ("temporary", "fsync", "publish") for number in (1, 2, 4, 7, 9)]
-STEPS += ["before_lines:1", "before_lines:2", "lines:1", "lines:3"]
-
-
-@pytest.mark.parametrize("output", ["parquet", "webdataset", "folder"])
-def test_killed_at_a_commit_step_and_started_again_it_writes_the_same_bytes(tmp_path: Path, output: str) -> None:
-    """Three steps of each kind here; all of them, for all outputs, behind the marker `slow`."""
-    manifest(tmp_path / "m.parquet", rows(25))
-    do(settings(tmp_path, f"output={output}", out="whole"))
-    chosen = {"parquet": "publish:7", "webdataset": "fsync:7", "folder": "before_lines:1"}[output]
-    killed_then_resumed(tmp_path, output, [chosen])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("output", ["parquet", "webdataset", "folder"])
-def test_killed_at_every_commit_step(tmp_path: Path, output: str) -> None:
-    manifest(tmp_path / "m.parquet", rows(25))
-    do(settings(tmp_path, f"output={output}", out="whole"))
-    for step in STEPS:
-        killed_then_resumed(tmp_path, output, [step], out=f"run-{step.replace(':', '-')}")
-    killed_then_resumed(tmp_path, output, STEPS, out="run-often")
-
-
-def killed_then_resumed(tmp_path: Path, output: str, steps: list[str], out: str = "run") -> None:
-    overrides = settings(tmp_path, f"output={output}", out=out)
-    for step in steps:
-        done = command(overrides, KILL_AT=step)
-        assert done.returncode in (-signal.SIGKILL, 0), done.stderr
-    assert command(overrides).returncode == 0
-    assert data_files(tmp_path / out) == data_files(tmp_path / "whole")
-    sound(tmp_path / out)
-    assert list((tmp_path / out).rglob(".tmp-*")) == []
-
-
 def test_kill_before_the_ledger_line_takes_the_shard_over_without_drawing_it_again(tmp_path: Path) -> None:
     manifest(tmp_path / "m.parquet", rows(10))
     assert command(settings(tmp_path), KILL_AT="before_lines:1").returncode == -signal.SIGKILL
@@ -166,6 +133,41 @@ def test_kill_before_the_ledger_line_takes_the_shard_over_without_drawing_it_aga
     counts, code = do(settings(tmp_path), no_model)
     assert (counts.written, code) == (10, 0)
     assert data_files(tmp_path / "run") == before
+
+
+def test_a_shards_file_is_made_while_later_batches_are_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand images take the disk seconds: the GPU must not wait for them."""
+    manifest(tmp_path / "m.parquet", rows(40))
+    later = threading.Event()
+    compact, commit_batch = shards.compact, shards.commit_batch
+
+    def committed(folder: Any, done: Any) -> bool:
+        if done.batch.plan.shard == 1:
+            later.set()
+        return commit_batch(folder, done)
+
+    def compacted(folder: Any, shard: Any, *args: Any, **options: Any) -> Any:
+        assert shard.index or later.wait(20), "the first shard's file holds up the second one's batches"
+        return compact(folder, shard, *args, **options)
+
+    monkeypatch.setattr(shards, "commit_batch", committed)
+    monkeypatch.setattr(shards, "compact", compacted)
+    assert do(settings(tmp_path))[1] == 0
+    sound(tmp_path / "run")
+
+
+def test_a_shards_file_that_cannot_be_made_ends_the_run_with_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest(tmp_path / "m.parquet", rows(40))
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "compact", lambda *args, **options: (_ for _ in ()).throw(OSError(28, "No space left")))
+        with pytest.raises(OSError, match="No space left"):
+            do(settings(tmp_path))
+    assert do(settings(tmp_path))[1] == 0
+    sound(tmp_path / "run")
 
 
 def test_br38_interrupted_three_times_95_rows_stand_in_ten_shards_none_touched_twice(tmp_path: Path) -> None:
@@ -351,8 +353,10 @@ def test_an_edited_row_is_refused_by_its_id(tmp_path: Path) -> None:
 def test_another_codec_is_refused_by_its_key(tmp_path: Path) -> None:
     manifest(tmp_path / "m.parquet", rows(5))
     do(settings(tmp_path))
-    with pytest.raises(ConfigError, match=r"output\.image_format must be 'png'"):
-        do(settings(tmp_path, "output.image_format=jpeg"))
+    with pytest.raises(
+        ConfigError, match=r"output\.image_format must be 'png', got 'jpeg', output\.quality must be 95, got 80"
+    ):
+        do(settings(tmp_path, "output.image_format=jpeg", "output.quality=80"))
 
 
 # Damage

@@ -123,6 +123,10 @@ def _sum(lines: Sequence[Line]) -> tuple[int, float]:
     return sum(line["rows_ok"] for line in lines), sum(line["wall_s"] for line in lines)
 
 
+SHARDS = 8  # of a measured job: all but the last are made while others are drawn, as in a long one
+MIN_SHARD_ROWS = 8
+
+
 def run(cfg: JobConfig, model: Model, rows: Sequence[Request], folder: Path) -> JobRun:
     """`run_job` over these rows into a new run folder, with this loaded model."""
     number = len(list(folder.glob("job-*.parquet")))
@@ -130,6 +134,7 @@ def run(cfg: JobConfig, model: Model, rows: Sequence[Request], folder: Path) -> 
     write_manifest(manifest, rows)
     job = replace(
         cfg,
+        plan=replace(cfg.plan, shard_size=min(cfg.plan.shard_size, max(MIN_SHARD_ROWS, len(rows) // SHARDS))),
         manifest=replace(cfg.manifest, path=str(manifest)),
         output=replace(cfg.output, dir=str(output)),
         telemetry=replace(cfg.telemetry, progress="off"),
