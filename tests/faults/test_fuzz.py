@@ -34,7 +34,7 @@ def test_a_damaged_file_is_refused_in_one_sentence_or_makes_no_difference(door: 
 
 
 def test_a_footer_that_ended_the_process_inside_arrow_is_refused(faults) -> None:
-    """Asked for the bytes of one column, pyarrow lets a C++ exception out; the planner does not ask any more."""
+    """Asked for the size of one column, pyarrow lets a C++ exception out; the planner reads a row first."""
     fuzz("footer", 1, faults, seed=249)
 
 
