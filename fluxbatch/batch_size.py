@@ -92,12 +92,10 @@ class MeasuredSizes:
         ruled = batch_size(bucket, self._cfg.plan, num_rows=num_rows)
         if num_rows <= ruled:  # one launch in any case
             return ruled
-        path = _memory_path(self._cfg, bucket, self._machine)
-        known = _read(path)
+        known = _read(_memory_path(self._cfg, bucket, self._machine))
         curve = (known[1] if known else Curve()).within(self._machine.budget_gib)
         if num_rows > MEASURED_FROM_LAUNCHES * ruled:
             curve = self._grow(curve, bucket, max_size=min(num_rows, self._cfg.plan.shard_size, MAX_IMAGES))
-            _keep(path, _key(self._cfg, bucket) | self._machine.key(), curve)
         elif not curve.costs:
             return ruled
         knee = curve.knee(num_inference_steps=bucket.num_inference_steps)
@@ -106,11 +104,15 @@ class MeasuredSizes:
         return size
 
     def _grow(self, curve: Curve, bucket: Bucket, *, max_size: int) -> Curve:
+        """Measure on, and keep each figure at once: a signal may end the search anywhere."""
+        path, key = _memory_path(self._cfg, bucket, self._machine), _key(self._cfg, bucket) | self._machine.key()
         while not curve.is_settled(num_inference_steps=bucket.num_inference_steps, max_size=max_size):
             cost = self._measure(bucket, curve.next_size)
             if cost is None:
-                return replace(curve, too_large=curve.next_size)
-            curve = replace(curve, costs=(*curve.costs, cost))
+                curve = replace(curve, too_large=curve.next_size)
+            else:
+                curve = replace(curve, costs=(*curve.costs, cost))
+            _keep(path, key, curve)
         return curve
 
 

@@ -15,6 +15,7 @@ from fluxbatch import batch_size, config, run, verbs
 from fluxbatch.batch_size import Machine, MeasuredSizes, RememberedSizes
 from fluxbatch.compose import with_config
 from fluxbatch.config import JobConfig, ModelConfig, PipelineConfig, PlanConfig
+from fluxbatch.errors import Interrupted
 from fluxbatch.folder import RunFolder
 from fluxbatch.pipeline import measure
 from fluxbatch.planfile import RunPlan
@@ -155,6 +156,19 @@ def test_a_smaller_budget_forgets_what_needs_more_and_a_larger_one_tries_again()
     larger = ScriptedGpu({2**n: 2.0**n for n in range(6)})
     assert choose(larger, machine=Machine("NVIDIA H200", 139.8, 130.0)) == 32
     assert larger.sizes == [4, 8, 16, 32, 64]
+
+
+def test_a_signal_in_mid_search_loses_only_the_size_that_was_being_measured():
+    gpu = ScriptedGpu({1: 10.0, 2: 15.0, 4: 20.0, 8: 20.0, 16: 20.0})
+
+    def interrupted(bucket: Bucket, size: int) -> LaunchCost | None:
+        if size == 4:
+            raise Interrupted("a signal")
+        return gpu(bucket, size)
+
+    with pytest.raises(Interrupted):
+        MeasuredSizes(settings(), H200, interrupted)(SQUARE, MANY)
+    assert choose(gpu) == 4 and gpu.sizes == [1, 2, 4, 8, 16]
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 40, b"[]", b'{"key": {}, "costs": [{"size": 1}]}', b"{"])

@@ -4,8 +4,10 @@ import io
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from fluxbatch.bench.measure import Limit, parse_size, timed_ms
 from fluxbatch.bench.peers import Seat, _order, compare, seconds_per_image
 from fluxbatch.command import run_command
 from fluxbatch.config import JobConfig, PlanConfig, SamplerConfig
+from fluxbatch.models import flux1, flux2
 from fluxbatch.models.tokens import RandomTokenizer
 from fluxbatch.records import Bucket, RowCounts
 
@@ -176,8 +179,10 @@ def test_turns_of_one_bucket_are_added_up() -> None:
 
 
 def test_the_steady_state_leaves_out_the_batch_that_fills_the_pipeline() -> None:
-    lines = [{"rows_ok": 4, "wall_s": 9.0}, {"rows_ok": 4, "wall_s": 2.0}, {"rows_ok": 3, "wall_s": 2.0}]
+    batches = [(4, 9.0, 30.5), (4, 2.0, 31.5), (3, 2.0, 28.0)]
+    lines = [{"rows_ok": ok, "wall_s": wall_s, "peak_allocated_gib": gib} for ok, wall_s, gib in batches]
     done = JobRun(RowCounts(11, 11, 0, 0, 0), 20.0, lines)
+    assert done.peak_gib == 31.5
     assert done.steady() == (7, 4.0) and done.whole() == (11, 13.0)
 
 
@@ -201,7 +206,7 @@ def test_a_mixed_manifest_plans_a_batch_size_for_each_shape() -> None:
 
 
 class Broken:
-    name, kind = "broken", "lossless"
+    name, kind, peak_bytes = "broken", "lossless", 0
     closed = False
 
     def missing(self) -> str | None:
@@ -332,3 +337,47 @@ def test_the_lossless_recipe_draws_what_the_loop_draws() -> None:
 def test_results_name_no_folder_of_this_machine(answers: dict[str, dict[str, Any]]) -> None:
     for answer in answers.values():
         assert str(Path.home()) not in json.dumps(answer["options"]) and "folder" not in answer["options"]
+
+
+SMALL_VAE = {"block_out_channels": (8, 8, 8, 8), "layers_per_block": 1, "norm_num_groups": 4}
+SMALL_BLOCKS = {"num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16, "num_attention_heads": 2}
+
+
+def small_flux1(monkeypatch: pytest.MonkeyPatch) -> str:
+    width = {"pooled_projection_dim": 32, "joint_attention_dim": 32, "in_channels": 16, "axes_dims_rope": (4, 4, 8)}
+    dev = flux1.RANDOM["flux1_dev"]
+    small = {**dev, "transformer": {**dev["transformer"], **SMALL_BLOCKS, **width}}
+    monkeypatch.setitem(flux1.RANDOM, "flux1_dev", small)
+    monkeypatch.setattr(flux1, "VAE", {**flux1.VAE, **SMALL_VAE, "latent_channels": 4})
+    heads = {"hidden_size": 32, "intermediate_size": 37, "num_hidden_layers": 1, "num_attention_heads": 4}
+    monkeypatch.setattr(flux1, "CLIP_L", {**flux1.CLIP_L, **heads})
+    monkeypatch.setattr(
+        flux1, "T5_XXL", {**flux1.T5_XXL, "d_model": 32, "d_kv": 8, "d_ff": 37, "num_layers": 1, "num_heads": 4}
+    )
+    return "flux1_dev"
+
+
+def small_klein(monkeypatch: pytest.MonkeyPatch) -> str:
+    klein = flux2.RANDOM["flux2_klein_base_4b"]
+    width = {"joint_attention_dim": 48, "in_channels": 128, "axes_dims_rope": (4, 4, 4, 4)}
+    qwen = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1,
+            "head_dim": 8}  # fmt: skip
+    small = {"transformer": {**klein["transformer"], **SMALL_BLOCKS, **width},
+             "text_encoder": {**klein["text_encoder"], **qwen}}  # fmt: skip
+    monkeypatch.setitem(flux2.RANDOM, "flux2_klein_base_4b", small)
+    monkeypatch.setattr(flux2, "AutoencoderKLFlux2", partial(flux2.AutoencoderKLFlux2, **SMALL_VAE))
+    return "flux2_klein_base_4b"
+
+
+@pytest.mark.parametrize("family", [small_flux1, small_klein])
+def test_peers_draw_with_random_weights_and_the_loops_own_dtype(
+    family: Callable[[pytest.MonkeyPatch], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The settings that the full-size models have, at a thousandth of their width."""
+    name = family(monkeypatch)
+    code, out, err = bench("peers", f"model={name}", "model.random_weights=true", "--size", "64x64", "--steps", "1",
+                           "--batch-size", "2", "--seconds", "0.1", "--rounds", "1", "--peers", "loop,fluxbatch",
+                           "--baseline-dtype", "float32", "--no-results", "--json")  # fmt: skip
+    assert code == 0, err
+    found = json.loads(out)["contestants"]
+    assert found["loop"].get("images", 0) > 0 and found["fluxbatch"].get("images", 0) > 0, found

@@ -37,7 +37,7 @@ def numbers(rows: Rows) -> Tensor:
 
 def fused_flux1(parts: dict[str, Any], *, float8: bool = False) -> Any:
     parts = {**parts, "transformer": deepcopy(parts["transformer"]), "vae": deepcopy(parts["vae"])}
-    fused = FusedFlux1.take_over(parts["transformer"], float8=float8, cudnn_attention=False)
+    fused = FusedFlux1.take_over(parts["transformer"], float8=float8, cudnn_attention=False, device=torch.device("cpu"))
     return flux1({**parts, "fused": fused, "decoder": FusedDecoder.of(parts["vae"])})
 
 
@@ -60,7 +60,7 @@ def test_fused_flux2_draws_what_diffusers_draws(negative_pass: bool) -> None:
     theirs = [reference(pipeline, row, text_encoder_out_layers=(9, 18, 27)) for row in MIXED[:3]]
     model = flux2(parts)
     transformer, vae = deepcopy(parts["transformer"]), deepcopy(parts["vae"])
-    model._fused = FusedFlux2.take_over(transformer, float8=False, cudnn_attention=False)
+    model._fused = FusedFlux2.take_over(transformer, float8=False, cudnn_attention=False, device=torch.device("cpu"))
     model._decode = FusedDecoder.of(vae)
     rows = MIXED[1:3] if negative_pass else MIXED[:3]
     assert_same_pictures(pixels(model, rows, negative_pass=negative_pass), theirs[-len(rows) :])
@@ -300,7 +300,7 @@ def test_on_a_gpu_a_row_keeps_its_bits_and_half_precision_its_error(float8: bool
 
     with torch.no_grad():
         reference_out, half_out = theirs(exact, torch.float32), theirs(module, torch.bfloat16)
-        fused = FusedFlux1.take_over(module, float8=float8, cudnn_attention=True)
+        fused = FusedFlux1.take_over(module, float8=float8, cudnn_attention=True, device=torch.device("cuda"))
 
         def ours(order: Tensor) -> Tensor:
             conditions = fused.conditions(

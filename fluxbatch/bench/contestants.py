@@ -20,9 +20,9 @@ import torch
 
 from fluxbatch import config
 from fluxbatch.bench import jobs, recipes
-from fluxbatch.bench.measure import Limit, device_of
+from fluxbatch.bench.measure import GIB, Limit, device_of
 from fluxbatch.config import JobConfig, ModelConfig
-from fluxbatch.models import Model, check_model
+from fluxbatch.models import Model, check_model, memory
 from fluxbatch.plan import batch_size
 from fluxbatch.records import Bucket, Request
 
@@ -94,6 +94,7 @@ class Turn:
 class Contestant(Protocol):
     name: str
     kind: str  # lossless, quantised, cached
+    peak_bytes: int  # its launches' highest, where they reset the allocator's own figure; 0 where they do not
 
     def missing(self) -> str | None:
         """Why it cannot take part here; None where it can."""
@@ -145,7 +146,7 @@ class DiffusersLoop:
         compiling: Callable[[], AbstractContextManager[Any]] = nullcontext,
         dtype: str | None = None,
     ) -> None:
-        self.name, self.kind = name, kind
+        self.name, self.kind, self.peak_bytes = name, kind, 0
         self._cell, self._shelf, self._folder = cell, shelf, folder / name
         self._recipe, self._needs, self._compiling = recipe, needs, compiling
         self._cfg = cell.cfg.model if dtype is None else replace(
@@ -215,9 +216,13 @@ class DiffusersLoop:
 class Fluxbatch:
     """The real job: manifest, plan, pipeline, shards and report on disk, with the model loaded once."""
 
-    def __init__(self, name: str, kind: str, cell: Cell, folder: Path, *, quantization: str | None = None) -> None:
-        self.name, self.kind = name, kind
+    def __init__(
+        self, name: str, kind: str, cell: Cell, folder: Path, *, quantization: str | None = None, alone: bool = False
+    ) -> None:
+        self.name, self.kind, self.peak_bytes = name, kind, 0
         model_cfg = cell.cfg.model if quantization is None else replace(cell.cfg.model, quantization=quantization)
+        if not alone:
+            model_cfg = among_others(model_cfg, device_of(cell.cfg))
         self._cell, self._cfg, self._folder = cell, replace(cell.cfg, model=model_cfg), folder / name
         self._model: Model | None = None
         self._s_per_image = math.inf
@@ -233,25 +238,29 @@ class Fluxbatch:
 
     def warm_up(self) -> None:
         """A job of two batches for each shape; from the last batch's stages it is known how long one takes."""
-        assert self._model is not None
         for shape, size in self._cell.short_shapes().items():
             cfg = jobs.with_batch_size(self._cfg, size)
-            done = jobs.run(cfg, self._model, self._cell.rows_of(shape, 2 * size), self._folder)
+            done = self._run(cfg, self._cell.rows_of(shape, 2 * size))
         last, bucket = done.lines[-1], self._cell.buckets[-1]
         step_ms = last["denoise_ms"] / last["num_inference_steps"]
         batch_ms = step_ms * bucket.num_inference_steps + last["decode_ms"] + last["encode_ms"]
         self._s_per_image = batch_ms / 1e3 / size
 
     def turn(self, seconds: float, limit: Limit) -> Turn:
-        assert self._model is not None
         rows = self._cell.rows or self._rows_for(min(seconds, limit.left_s()))
-        done = jobs.run(self._cfg, self._model, rows, self._folder)
+        done = self._run(self._cfg, rows)
         images, steady_s = done.whole() if self._cell.rows else done.steady()
         turn = Turn(detail={"whole_job_s": round(done.wall_s, 2), **jobs.stage_figures(done.lines[1:] or done.lines)})
         turn.add(self._cell.buckets[0].name if not self._cell.rows else "", images, steady_s)
         if images:
             self._s_per_image = steady_s / images
         return turn
+
+    def _run(self, cfg: JobConfig, rows: Sequence[Request]) -> jobs.JobRun:
+        assert self._model is not None
+        done = jobs.run(cfg, self._model, rows, self._folder)
+        self.peak_bytes = max(self.peak_bytes, int((done.peak_gib or 0) * GIB))
+        return done
 
     def _rows_for(self, seconds: float) -> list[Request]:
         """One batch to fill the pipeline, and enough of them for the time; at least three."""
@@ -264,6 +273,13 @@ class Fluxbatch:
 
     def close(self) -> None:
         self._model = None
+
+
+def among_others(cfg: ModelConfig, device: torch.device) -> ModelConfig:
+    """With the whole card as its budget, which is enforced on this process: other contestants stand in it too."""
+    if device.type != "cuda" or cfg.memory_budget_gib is not None:
+        return cfg
+    return replace(cfg, memory_budget_gib=memory.budget(device, wanted_gib=None).total_gib)
 
 
 def has_fp8(device: torch.device) -> bool:

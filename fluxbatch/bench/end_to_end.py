@@ -22,7 +22,7 @@ import torch
 
 from fluxbatch.bench import jobs
 from fluxbatch.bench.headspace import CachedBatch
-from fluxbatch.bench.measure import GpuWatch, Limit, peak_gib, reset_peak, table
+from fluxbatch.bench.measure import GpuWatch, Limit, table
 from fluxbatch.config import JobConfig
 from fluxbatch.models import Model
 from fluxbatch.records import Bucket, Request
@@ -71,13 +71,12 @@ def _rows(cfg: JobConfig, bucket: Bucket, count: int) -> list[Request]:
 
 
 def _job(cfg: JobConfig, model: Model, rows: Sequence[Request], folder: Path) -> dict[str, Any]:
-    reset_peak(model.device)
     with GpuWatch(model.device) as watch:
         done = jobs.run(cfg, model, rows, folder)
     images, seconds = done.steady()
     return {
         "images": images, "seconds": round(seconds, 3), "s_per_image": round(seconds / max(1, images), 5),
-        "whole_job_s": round(done.wall_s, 2), "peak_gib": peak_gib(model.device), "gpu": watch.figures(),
+        "whole_job_s": round(done.wall_s, 2), "peak_gib": done.peak_gib, "gpu": watch.figures(),
         **jobs.stage_figures(done.lines[1:]),
     }  # fmt: skip
 

@@ -109,6 +109,11 @@ class JobRun:
         """
         return _sum(self.lines[1:] or self.lines)
 
+    @property
+    def peak_gib(self) -> float | None:
+        """The highest of all launches, which each reset the allocator's own figure; None on a CPU."""
+        return max((line["peak_allocated_gib"] for line in self.lines if line["peak_allocated_gib"]), default=None)
+
     def whole(self) -> tuple[int, float]:
         """Images and seconds from an empty pipeline to the last commit, the model being loaded."""
         return _sum(self.lines)

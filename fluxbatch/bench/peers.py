@@ -125,8 +125,10 @@ def _contestants(cell: Cell, options: argparse.Namespace, shelf: Shelf, folder: 
         "cache_dit": loop(
             "cache_dit", "cached", recipe=partial(recipes.cached_steps, num_inference_steps=steps), needs=["cache_dit"]
         ),
-        "fluxbatch": Fluxbatch("fluxbatch", "lossless", cell, folder),
-        "fluxbatch_fp8": Fluxbatch("fluxbatch_fp8", "quantised", cell, folder, quantization="fp8"),
+        "fluxbatch": Fluxbatch("fluxbatch", "lossless", cell, folder, alone=options.alone),
+        "fluxbatch_fp8": Fluxbatch(
+            "fluxbatch_fp8", "quantised", cell, folder, quantization="fp8", alone=options.alone
+        ),
     }  # fmt: skip
     return [made[name] for name in wanted]
 
@@ -189,7 +191,7 @@ class Seat:
 
     def _take_turn(self, number: int, seconds: float, limit: Limit) -> None:
         before = self._allocated()
-        reset_peak(self._device)
+        self._forget_peak()
         with GpuWatch(self._device) as watch:
             turn = self._contestant.turn(seconds, limit)
         self._added = max(self._added, self._kept + self._peak() - before)
@@ -216,7 +218,7 @@ class Seat:
         free_memory(self._device)
 
     def _timed(self, work: Any) -> float:
-        reset_peak(self._device)
+        self._forget_peak()
         began = time.perf_counter()
         work()
         return round(time.perf_counter() - began, 1)
@@ -224,8 +226,14 @@ class Seat:
     def _allocated(self) -> int:
         return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
 
+    def _forget_peak(self) -> None:
+        reset_peak(self._device)
+        self._contestant.peak_bytes = 0
+
     def _peak(self) -> int:
-        return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0
+        """Since it was forgotten."""
+        now = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0
+        return max(now, self._contestant.peak_bytes)
 
     def _gib(self, num_bytes: int) -> float | None:
         return round(num_bytes / GIB, 2) if self._device.type == "cuda" else None

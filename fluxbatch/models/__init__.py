@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fluxbatch.config import ModelConfig
-from fluxbatch.models import compile_cache, loading, tuning
+from fluxbatch.models import compile_cache, loading, memory, tuning
 from fluxbatch.records import Bucket
 
 
@@ -81,7 +81,10 @@ class Model(Protocol):
 
 def check_model(cfg: ModelConfig) -> None:
     """Refuse, in seconds and before any weight is read, a device, dtype or model.path that cannot work."""
-    tuning.use_fused(cfg, loading.place(cfg))
+    placement = loading.place(cfg)
+    tuning.use_fused(cfg, placement)
+    if placement.device.type == "cuda" and cfg.memory_budget_gib is not None:
+        memory.budget(placement.device, wanted_gib=cfg.memory_budget_gib)
     if not cfg.random_weights:
         loading.model_folder(cfg)
 

@@ -152,7 +152,7 @@ class Flux2:
         """Three hidden states side by side, (N, S, 3 D). The transformer attends to padding, so S never changes."""
         states = self._text_encoder(
             input_ids=tokens["input_ids"],
-            attention_mask=tokens["attention_mask"],
+            attention_mask=causal_mask(tokens["attention_mask"]),
             output_hidden_states=True,
             use_cache=False,
         ).hidden_states
@@ -234,6 +234,17 @@ class Flux2:
         norm = self._vae.bn
         std = torch.sqrt(norm.running_var.float() + self._vae.config.batch_norm_eps)
         return latents * std.view(1, -1, 1, 1) + norm.running_mean.float().view(1, -1, 1, 1)
+
+
+def causal_mask(attention_mask: Tensor) -> Tensor:
+    """(N, S) of ones and zeros to (N, 1, S, S) bool: each token sees itself and the real tokens before it.
+
+    transformers would make one too, after asking the device whether any prompt is padded: that stops the host until
+    the device is idle, and chooses another kernel for a launch without padding, so that bits depend on neighbours.
+    """
+    real = attention_mask.bool()
+    tokens = real.shape[1]
+    return real[:, None, None, :] & torch.ones(tokens, tokens, dtype=torch.bool, device=real.device).tril()
 
 
 def keep_first_layers(text_encoder: Any, num_layers: int) -> Any:

@@ -16,6 +16,7 @@ from fluxbatch.config import ModelConfig, PipelineConfig
 from fluxbatch.models import Model, PromptEmbeds, memory
 from fluxbatch.pipeline.decode import decode, launch_size
 from fluxbatch.pipeline.denoise import denoise
+from fluxbatch.pipeline.device import cuda_index, is_out_of_memory
 from fluxbatch.records import Bucket, LaunchCost
 
 log = logging.getLogger(__name__)
@@ -34,11 +35,13 @@ class LaunchMeter:
     ) -> None:
         """`check` is called before every step and may raise to stop early."""
         self._model = model
+        self._device_index = cuda_index(model.device)
         self._check = check
         self._decode_max_pixels = model_cfg.decode_max_pixels
         prompts = [f"a lighthouse in the evening, number {index}" for index in range(model_cfg.encode_batch_size)]
         tokens = model.tokenize(prompts).tensors
-        self._embeds = model.encode({name: ids.to(model.device) for name, ids in tokens.items()})
+        with torch.cuda.device(self._device_index):
+            self._embeds = model.encode({name: ids.to(model.device) for name, ids in tokens.items()})
         prompt_bytes = sum(tensor[0].nbytes for tensor in self._embeds.values())
         self._kept_bytes = pipeline.prompt_cache * prompt_bytes
         self._copies = pipeline.depth + 1  # of noise and pixels, on their way in and out
@@ -47,8 +50,11 @@ class LaunchMeter:
     def __call__(self, bucket: Bucket, size: int) -> LaunchCost | None:
         """What a launch of `size` rows of the bucket's shape costs; None where it does not fit into memory."""
         try:
-            return self._cost(replace(bucket, num_inference_steps=STEPS), size)
-        except torch.OutOfMemoryError:
+            with torch.cuda.device(self._device_index):  # kernels go to the current device, which is 0 in this thread
+                return self._cost(replace(bucket, num_inference_steps=STEPS), size)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             log.info("%dx%d: %d images do not fit", bucket.height, bucket.width, size)
         finally:
             self._give_back()  # outside the handler: its exception's frames hold every tensor of the attempt
@@ -95,9 +101,9 @@ class LaunchMeter:
             try:
                 self._decode(latents, bucket)
                 return
-            except torch.OutOfMemoryError:
+            except (RuntimeError, MemoryError) as error:
                 rows = launch_size(len(latents), max_rows=max(1, self._decode_max_pixels // area))
-                if rows == 1:
+                if rows == 1 or not is_out_of_memory(error):
                     raise
                 self._decode_max_pixels = rows // 2 * area
             self._give_back()
