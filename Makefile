@@ -34,8 +34,8 @@ slow: setup
 	$(BIN)/python -m pytest -m slow
 
 bench: setup
-	$(BIN)/python -m fluxbatch.bench.host
-	$(BIN)/python -m fluxbatch.bench.plan_scale --rows 1000000
+	$(BIN)/python -m fluxbatch bench host --no-results
+	$(BIN)/python -m fluxbatch bench plan_scale --rows 1000000 --no-results
 
 clean:
 	rm -rf $(VENV) outputs/demo

@@ -12,7 +12,9 @@ import sys
 from fluxbatch import __version__, config, verbs
 from fluxbatch.compose import with_config
 from fluxbatch.config import JobConfig
-from fluxbatch.errors import EXIT_FATAL, EXIT_INTERRUPTED, ConfigError, FluxbatchError
+from fluxbatch.errors import EXIT_FATAL, EXIT_INTERRUPTED, ConfigError, FluxbatchError, ProcessLost
+from fluxbatch.progress import one_line
+from fluxbatch.stop import exit_now
 
 
 def run_command(arguments: list[str]) -> int:
@@ -29,8 +31,12 @@ def _do_and_explain(arguments: list[str]) -> int:
         if "--version" in arguments:
             print(__version__)
             return 0
+        if arguments[:1] == ["bench"]:
+            return verbs.bench(arguments[1:])
         verb, as_json, overrides = _parse(arguments)
         return with_config(overrides, lambda cfg: _do(verbs.VERBS[verb], cfg, as_json=as_json))
+    except ProcessLost as error:
+        exit_now(sentence(error), code=error.exit_code)
     except FluxbatchError as error:
         return _refuse(error, error.exit_code)
     except KeyboardInterrupt:
@@ -47,7 +53,7 @@ def _parse(arguments: list[str]) -> tuple[str, bool, list[str]]:
     elif first in verbs.VERBS:
         verb, rest = first, arguments[1:]
     else:
-        raise ConfigError(f"the verb must be one of {', '.join(verbs.VERBS)}, got {first!r}")
+        raise ConfigError(f"the verb must be one of {', '.join([*verbs.VERBS, 'bench'])}, got {first!r}")
     if verb == "verify":
         rest = ["verify.repair=true" if argument == "--repair" else argument for argument in rest]
     return verb, "--json" in rest, [argument for argument in rest if argument != "--json"]
@@ -81,8 +87,13 @@ def _disk_sentence(error: OSError) -> str:
     return f"{told}; {remedy} and run the same command again, what is committed is safe" if remedy else told
 
 
+def sentence(what: Exception | str) -> str:
+    """One line, whatever a library's message or a manifest's id brings along."""
+    return one_line(" ".join(str(what).split("\n")).strip())
+
+
 def _refuse(what: Exception | str, code: int, error: BaseException | None = None) -> int:
-    print(f"fluxbatch: {what}", file=sys.stderr)
+    print(f"fluxbatch: {sentence(what)}", file=sys.stderr)
     for note in getattr(error or what, "__notes__", ()):
         print(f"  {note}", file=sys.stderr)
     return code

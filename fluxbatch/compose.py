@@ -25,6 +25,7 @@ LITERAL_KEYS = (
     "manifest.path",
     "output.dir",
     "model.path",
+    "model.compile_cache",
     "run.name",
     "run.deadline",
     "telemetry.prometheus_textfile",

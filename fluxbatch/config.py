@@ -61,11 +61,15 @@ class ModelConfig:
     vae_dtype: str | None = None  # the same rule
     device: str = "auto"
     cpu_threads: int = 1  # inside an operator, on a CPU; decides bits, so it does not follow the machine
-    quantization: str = "none"
-    compile: str = "off"  # or regional
+    kernels: str = "auto"  # fused, diffusers, or auto: fused on CUDA in half precision
+    quantization: str = "none"  # or fp8
+    compile: str = "off"  # or regional, of diffusers' modules
+    compile_cache: str | None = None  # a folder for compiled kernels; None: the user's cache, or node-local
     guidance: str = MISSING  # embedded, classifier_free or none
     negative_prompts: bool = MISSING
     max_sequence_length: int = 512
+    residency: str = "auto"  # resident, windowed (text encoder layers on the host), or auto: what fits
+    memory_budget_gib: float | None = None  # of the GPU; None: nine tenths of what is free at the start
     encode_batch_size: int = 8  # prompts in one text-encoder launch; fixed, so that bits do not depend on neighbours
     decode_max_pixels: int = 4 * 1024 * 1024  # pixels in one VAE launch
     size_multiple: int = 16
@@ -129,6 +133,7 @@ class RunConfig:
     retry_failed: bool = False
     on_change: str = "refuse"  # edited rows or other output-affecting settings; or redo
     grace_s: float = 25.0
+    stage_timeout_s: float = 1800.0  # 0: a stage may take for ever
     deadline: str | None = None  # ISO 8601, with a zone; or seconds from the start as +3600
     max_failed_fraction: float = 0.5
     fail_on_row_errors: bool = True
@@ -198,12 +203,15 @@ RULES: tuple[Rule, ...] = (
     ("model.vae_dtype", lambda v: v != "float16", "must not be float16: the VAE overflows in it and draws black"),
     ("model.device", lambda v: bool(re.fullmatch(r"auto|cpu|cuda(:\d+)?", v)), "must be auto, cpu, cuda or cuda:N"),
     ("model.cpu_threads", *_at_least(1)),
-    ("model.quantization", *_one_of("none")),
+    ("model.kernels", *_one_of("auto", "fused", "diffusers")),
+    ("model.quantization", *_one_of("none", "fp8")),
     ("model.compile", *_one_of("off", "regional")),
     ("model.guidance", *_one_of(*GUIDANCE)),
     ("model.max_sequence_length", lambda v: _is_int(v, 1, 512), "must be a whole number from 1 to 512"),
     ("model.encode_batch_size", *_at_least(1)),
     ("model.decode_max_pixels", *_at_least(1)),
+    ("model.residency", *_one_of("auto", "resident", "windowed")),
+    ("model.memory_budget_gib", lambda v: v is None or 0 < v < 1e6, "must be null or a number of GiB > 0"),
     ("model.size_multiple", *_at_least(1)),
     ("model.max_pixels", *_at_least(1)),
     ("sampler.height", *_at_least(1)),
@@ -227,6 +235,7 @@ RULES: tuple[Rule, ...] = (
     ("output.row_group_mib", lambda v: _is_int(v, 1, 99), "must be a whole number from 1 to 99"),
     ("run.on_change", *_one_of("refuse", "redo")),
     ("run.grace_s", lambda v: 0 <= v < math.inf, "must be a finite number of seconds >= 0"),
+    ("run.stage_timeout_s", lambda v: 0 <= v < math.inf, "must be a finite number of seconds >= 0 (0: no limit)"),
     ("run.max_failed_fraction", lambda v: 0 <= v <= 1, "must be from 0 to 1"),
     ("telemetry.interval_s", lambda v: 0 < v < math.inf, "must be a number of seconds > 0"),
     ("telemetry.progress", *_one_of("auto", "bar", "lines", "off")),
@@ -253,7 +262,7 @@ def check(cfg: JobConfig) -> None:
 
 
 def _check_text(cfg: JobConfig) -> None:
-    for key in ("manifest.path", "output.dir", "model.path", "run.name"):
+    for key in ("manifest.path", "output.dir", "model.path", "model.compile_cache", "run.name"):
         if "\\udc" in ascii(setting(cfg, key)):  # how Python carries a byte that is no UTF-8
             raise ConfigError(f"{key} must be UTF-8, got {setting(cfg, key)!a}")
 
@@ -317,9 +326,15 @@ def row_rules(cfg: JobConfig) -> RowRules:
 
 OUTPUT_AFFECTING = (
     "model.name", "model.path", "model.revision", "model.random_weights", "model.dtype", "model.text_encoder_dtype",
-    "model.vae_dtype", "model.quantization", "model.cpu_threads", "model.compile", "model.guidance",
+    "model.vae_dtype", "model.kernels", "model.quantization", "model.cpu_threads", "model.compile", "model.guidance",
     "model.max_sequence_length", "model.encode_batch_size", "sampler.true_cfg_scale", "output.kind",
     "output.image_format", "output.quality", "output.png_level", "output.embed_parameters",
+)  # fmt: skip
+
+
+SPEED_AFFECTING = (  # what decides how long a launch takes, beside its shape and the machine
+    "model.name", "model.dtype", "model.vae_dtype", "model.kernels", "model.quantization", "model.compile",
+    "model.max_sequence_length", "model.decode_max_pixels",
 )  # fmt: skip
 
 

@@ -34,6 +34,10 @@ class FolderBusyError(FluxbatchError):
     exit_code = EXIT_BUSY
 
 
+class ProcessLost(FluxbatchError):
+    """A thread hangs, or the GPU takes no more work: only the end of the process helps, with nothing cleaned up."""
+
+
 class Interrupted(FluxbatchError):
     """A signal or the deadline stopped the run; the same command goes on."""
 

@@ -42,8 +42,8 @@ def read_job(folder: RunFolder) -> dict[str, Any] | None:
     """What job.json says; None where there is none, or an unreadable one."""
     try:
         stored = json.loads(folder.job.read_bytes())
-        stored["fingerprint"], stored["settings"]
-        return stored
+        is_ours = all(isinstance(stored[key], dict) for key in ("fingerprint", "settings"))
+        return stored if is_ours else None
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
 

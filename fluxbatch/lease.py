@@ -52,6 +52,10 @@ class Lease:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Give the place back; once more does nothing."""
         self._closing.set()
         self._heart.join()
         if _is_same_owner(_read(self._path), self._record):

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyarrow.parquet as pq
+
 from fluxbatch import commit, shards, writers
 from fluxbatch.errors import FluxbatchError
 from fluxbatch.folder import RunFolder
@@ -174,6 +176,16 @@ def failed_rows(folder: RunFolder, ledger: Ledger, plan: RunPlan) -> dict[int, s
 def _failed_ids(folder: RunFolder, ledger: Ledger, shard: ShardPlan) -> set[str]:
     lines = [line for line in ledger.commits.get(shard.index, ()) if line.failed]
     return {row_id for line in lines for row_id in writers.stored_ids(folder.root / line.file)}
+
+
+def attempts(folder: RunFolder, ledger: Ledger, *, before_shard: int) -> dict[str, int]:
+    """How often each row has been tried that failed in a shard below this one."""
+    tried: dict[str, int] = {}
+    for shard in sorted(shard for shard in ledger.commits if shard < before_shard):
+        for line in (line for line in ledger.commits[shard] if line.failed):
+            rows = pq.read_table(folder.root / line.file, columns=["id", "attempts"], partitioning=None)
+            tried.update(zip(rows["id"].to_pylist(), rows["attempts"].to_pylist(), strict=True))
+    return tried
 
 
 def row_counts(folder: RunFolder, plan: RunPlan, ledger: Ledger) -> RowCounts:

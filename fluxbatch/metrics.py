@@ -178,7 +178,26 @@ def batch_line(done: CompressedBatch, *, rank: int, wall_s: float) -> dict[str, 
         "images_per_s": rate(done.num_ok, wall_s),
         "first_of_shape": done.times.first_of_shape,
         "out_of_memory_splits": done.times.out_of_memory_splits,
+        "peak_allocated_gib": finite(done.times.peak_allocated_gib),
+        "peak_reserved_gib": finite(done.times.peak_reserved_gib),
     }
+
+
+class PeakMemory:
+    """The most that the launches of each bucket needed on the GPU."""
+
+    def __init__(self) -> None:
+        self._gib: dict[str, tuple[float, float]] = {}
+
+    def add(self, done: CompressedBatch) -> None:
+        allocated_gib, reserved_gib = done.times.peak_allocated_gib, done.times.peak_reserved_gib
+        if allocated_gib is not None and reserved_gib is not None:
+            before = self._gib.get(done.batch.bucket.name, (0.0, 0.0))
+            self._gib[done.batch.bucket.name] = max(before[0], allocated_gib), max(before[1], reserved_gib)
+
+    def say(self) -> None:
+        for bucket, (allocated_gib, reserved_gib) in self._gib.items():
+            log.info("peak GPU memory, %s: %.2f GiB allocated, %.2f reserved", bucket, allocated_gib, reserved_gib)
 
 
 def _times(times: StageTimes) -> dict[str, float | None]:

@@ -6,7 +6,7 @@ Which batch, shard and slot a row falls in follows from its place; nothing is st
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ from fluxbatch.records import BatchPlan, Bucket, ShardPlan
 
 AUTO_PIXELS = 4 * 1024 * 1024  # in one launch: four images of 1024x1024
 AUTO_MAX_IMAGES = 16
+
+SizeOf = Callable[[Bucket, int], int]  # the batch size of a bucket with so many rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,34 +133,40 @@ def plan_order(bucket: Bucket) -> tuple[int, ...]:
     return -area, -bucket.height, -bucket.width, -bucket.num_inference_steps, -bucket.negative_pass
 
 
-def batch_size(bucket: Bucket, plan: PlanConfig, *, num_rows: int) -> int:
+def batch_size(bucket: Bucket, plan: PlanConfig, *, num_rows: int, knee: int | None = None) -> int:
     """Images in one launch of a bucket with so many rows. Never more than a shard holds.
 
-    `auto` is about 4 megapixels, and less where that spares padding: 17 rows are two launches of 9, not of 16.
+    `auto` is the size that was measured to be worth it (`knee`), else about 4 megapixels; and less where that spares
+    padding: 17 rows are two launches of 9, not of 16.
     """
     if plan.batch_size != "auto":
         return min(plan.batch_size, plan.shard_size)
-    most = min(max(AUTO_PIXELS // (bucket.height * bucket.width), 1), AUTO_MAX_IMAGES, plan.shard_size)
+    most = min(knee or _ruled(bucket), plan.shard_size)
     return -(-num_rows // -(-num_rows // most))
+
+
+def _ruled(bucket: Bucket) -> int:
+    return min(max(AUTO_PIXELS // (bucket.height * bucket.width), 1), AUTO_MAX_IMAGES)
 
 
 def plan_part(
     counts: Mapping[Bucket, int],
     *,
     plan: PlanConfig,
+    size_of: SizeOf | None = None,
     index: int = 0,
     kind: str = "rows",
     first_shard: int = 0,
     first_batch: int = 0,
 ) -> PlanPart:
-    """Plan so many rows of each bucket; shards and batches are numbered from `first_shard` and `first_batch`."""
+    """Plan so many rows of each bucket; shards and batches are numbered from `first_shard` and `first_batch`.
+
+    `size_of` answers the batch sizes; without it the rule of `batch_size` does.
+    """
     buckets = sorted((bucket for bucket, num_rows in counts.items() if num_rows), key=plan_order)
-    runs = tuple(_run(bucket, counts[bucket], plan) for bucket in buckets)
+    size_of = size_of or (lambda bucket, num_rows: batch_size(bucket, plan, num_rows=num_rows))
+    runs = tuple(BucketRun(bucket, counts[bucket], size_of(bucket, counts[bucket])) for bucket in buckets)
     return PlanPart(index, kind, first_shard, first_batch, plan.shard_size, runs)
-
-
-def _run(bucket: Bucket, num_rows: int, plan: PlanConfig) -> BucketRun:
-    return BucketRun(bucket, num_rows, batch_size(bucket, plan, num_rows=num_rows))
 
 
 def plan_retry(counts: Mapping[Bucket, int], parts: Sequence[PlanPart]) -> PlanPart:

@@ -126,6 +126,10 @@ class RunPlan:
         """A shard as it was planned first."""
         return self._file(index).part.shard(index)
 
+    def part(self, shard: int) -> PlanPart:
+        """The part of the plan that a shard belongs to."""
+        return self._file(shard).part
+
     def _drop(self, shard: int, places: frozenset[int] | None) -> None:
         whole = range(self.first_shard(shard).num_rows)
         before = self._dropped.get(shard, frozenset())

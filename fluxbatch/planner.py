@@ -27,7 +27,7 @@ from fluxbatch.config import JobConfig, ManifestConfig, PlanConfig
 from fluxbatch.errors import FluxbatchError, ManifestError
 from fluxbatch.folder import RunFolder
 from fluxbatch.manifest import Manifest
-from fluxbatch.plan import PlanPart, plan_part, plan_retry
+from fluxbatch.plan import PlanPart, SizeOf, plan_part, plan_retry
 from fluxbatch.planfile import RejectedFile, RunPlan, plan_schema, publish_part
 from fluxbatch.records import Bucket, Rejection, RowRules
 
@@ -111,8 +111,12 @@ def _rejections(keys: _Keys, manifest: Manifest, rules: RowRules, cfg: ManifestC
     yield from keys.drop_duplicates(manifest, cfg)
 
 
-def prepare(folder: RunFolder, manifest: Manifest, rules: RowRules, cfg: JobConfig) -> tuple[RunPlan, Changes]:
+def prepare(
+    folder: RunFolder, manifest: Manifest, rules: RowRules, cfg: JobConfig, *, size_of: SizeOf | None = None
+) -> tuple[RunPlan, Changes]:
     """Bring the plan of the run folder up to the manifest, and return it.
+
+    `size_of` answers the batch sizes of rows that are new; it is never asked about rows that were planned before.
 
     The first start writes the plan; a later one adds the rows that are new and refuses edited ones. Any number of
     processes may do this at once: the one that publishes first wins, the others read its plan back.
@@ -138,15 +142,15 @@ def prepare(folder: RunFolder, manifest: Manifest, rules: RowRules, cfg: JobConf
             if edited:
                 published = _publish_redo(folder, plan, keys, spool, cfg.plan, identity=identity)
                 if not published:
-                    return prepare(folder, manifest, rules, cfg)
+                    return prepare(folder, manifest, rules, cfg, size_of=size_of)
                 plan, redone = published, edited
             deleted = keys.drop_planned()
-        part = _next_part(keys.counts(), plan, cfg.plan)
+        part = _next_part(keys.counts(), plan, cfg.plan, size_of)
         floored = rules.size_policy == "floor"
         schema = plan.schema if plan else plan_schema(manifest.extra_schema, seeds=keys.seed_range(), floored=floored)
         ours = _publish_rows(folder, part, keys, spool, schema=schema, identity=identity)
     if not ours:  # another process has planned another state of the manifest meanwhile
-        return prepare(folder, manifest, rules, cfg)
+        return prepare(folder, manifest, rules, cfg, size_of=size_of)
     # After the plan: a crash in between costs a second comparison, the other order could lose the rows added.
     commit.replace_file(folder.rejected, refused.close())
     planned = _reopened(folder)
@@ -286,12 +290,21 @@ def _quoted(row_id: str) -> str:
     return repr(row_id if len(row_id) <= 80 else row_id[:77] + "...")
 
 
-def _next_part(counts: Mapping[Bucket, int], plan: RunPlan | None, cfg: PlanConfig, *, kind: str = "rows") -> PlanPart:
+def _next_part(
+    counts: Mapping[Bucket, int],
+    plan: RunPlan | None,
+    cfg: PlanConfig,
+    size_of: SizeOf | None = None,
+    *,
+    kind: str = "rows",
+) -> PlanPart:
     if plan is None:
-        return plan_part(counts, plan=cfg)
+        return plan_part(counts, plan=cfg, size_of=size_of)
     last = plan.parts[-1]
     shard, batch = last.first_shard + last.num_shards, last.first_batch + last.num_batches
-    return plan_part(counts, plan=cfg, index=last.index + 1, kind=kind, first_shard=shard, first_batch=batch)
+    return plan_part(
+        counts, plan=cfg, size_of=size_of, index=last.index + 1, kind=kind, first_shard=shard, first_batch=batch
+    )
 
 
 def _publish_rows(

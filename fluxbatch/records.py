@@ -137,6 +137,8 @@ class StageTimes:
     wait_ms: dict[str, float] = field(default_factory=dict)
     first_of_shape: bool = False
     out_of_memory_splits: int = 0
+    peak_allocated_gib: float | None = None  # of this process on its GPU, while the batch was launched
+    peak_reserved_gib: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +161,19 @@ class CompressedBatch:
     @property
     def num_failed(self) -> int:
         return len(self.results) - self.num_ok
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchCost:
+    """One launch of `size` images: seconds of one step of the denoise and of the decode; memory at its peak."""
+
+    size: int
+    step_s: float
+    decode_s: float
+    peak_gib: float
+
+    def images_per_s(self, *, num_inference_steps: int) -> float:
+        return self.size / (num_inference_steps * self.step_s + self.decode_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from fluxbatch.lease import live_owners
 from fluxbatch.ledger import Ledger, failed_rows, row_counts
 from fluxbatch.metrics import finite
 from fluxbatch.planfile import RunPlan
-from fluxbatch.progress import data_size, duration
+from fluxbatch.progress import data_size, duration, one_line
 from fluxbatch.records import BatchPlan, Bucket, RowCounts
 
 TEMPLATE = "report.html.jinja"
@@ -167,7 +167,7 @@ def render_html(report: Mapping[str, Any], samples: Sequence[Sample], *, points:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"duration": duration, "number": _number, "bytes": data_size}
+    environment.filters |= {"duration": duration, "number": _number, "bytes": data_size, "one_line": one_line}
     pictures = [{"sample": sample, "uri": _data_uri(sample.image)} for sample in samples]
     spark, peak = spark_line(points), max(points, default=0.0)
     return environment.get_template(TEMPLATE).render(report=report, pictures=pictures, spark=spark, peak=peak)

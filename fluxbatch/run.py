@@ -5,6 +5,7 @@ The only module that knows both files and tensors. It decides the order, and lea
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
@@ -15,24 +16,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fluxbatch import commit, config, job, ledger, preflight, ranks, report, shards
+from fluxbatch.batch_size import Machine, MeasuredSizes
 from fluxbatch.config import JobConfig
 from fluxbatch.errors import EXIT_DONE, EXIT_ROW_ERRORS, ConfigError, FluxbatchError
 from fluxbatch.folder import RunFolder
 from fluxbatch.lease import Lease
 from fluxbatch.ledger import Ledger
 from fluxbatch.manifest import open_manifest
-from fluxbatch.metrics import GpuSampler, MetricsLog, write_prometheus
-from fluxbatch.plan import batch_size
+from fluxbatch.metrics import GpuSampler, MetricsLog, PeakMemory, write_prometheus
+from fluxbatch.plan import SizeOf, batch_size
 from fluxbatch.planfile import RunPlan
 from fluxbatch.planner import Changes, add_redo, add_retry, prepare
 from fluxbatch.progress import Progress
 from fluxbatch.ranks import Rank
-from fluxbatch.records import CompressedBatch, RowCounts, ShardPlan
+from fluxbatch.records import Bucket, CompressedBatch, LaunchCost, RowCounts, ShardPlan
 from fluxbatch.share import Share
 from fluxbatch.stop import Stop, seconds_left
 
 if TYPE_CHECKING:
     from fluxbatch.models import Model
+    from fluxbatch.pipeline.measure import LaunchMeter
 
 log = logging.getLogger(__name__)
 
@@ -55,12 +58,15 @@ def run_job(cfg: JobConfig, *, load: LoadModel | None = None) -> tuple[RowCounts
     preflight.probe_folder(folder)
     rank = ranks.resolve(cfg.run, os.environ)
     stop = Stop(grace_s=cfg.run.grace_s, deadline_s=seconds_left(cfg.run.deadline, os.environ))
-    with stop, Lease(folder, rank=rank.index, world_size=rank.world_size):
+    with stop, Lease(folder, rank=rank.index, world_size=rank.world_size) as lease:
+        stop.leave = lease.release
         log.info("output.dir %s, rank %d of %d", folder.root, rank.index, rank.world_size)
         description = job.open_job(folder, cfg)
         description = _settle_settings(folder, description, cfg)
-        plan, changes = prepare(folder, open_manifest(cfg.manifest), config.row_rules(cfg), cfg)
-        _say_changes(plan, changes, cfg)
+        model = functools.cache(functools.partial(load or _load_model, cfg, rank))
+        size_of = _size_of(cfg, rank, model, stop)
+        plan, changes = prepare(folder, open_manifest(cfg.manifest), config.row_rules(cfg), cfg, size_of=size_of)
+        _say_changes(changes, description, cfg)
         redone = [
             (file.path.name, file.part.num_rows, file.settings) for file in plan.files if file.part.kind == "redo"
         ]
@@ -74,23 +80,23 @@ def run_job(cfg: JobConfig, *, load: LoadModel | None = None) -> tuple[RowCounts
             preflight.require_room(folder.root, share.missing_batches(work), cfg.output)
             stop.check()
             folder.success.unlink(missing_ok=True)
-            _render(share, work, stop=stop, load=load or _load_model)
+            _render(share, work, model, stop=stop)
         counts = _finish(share, description, changes)
         if share.missing:
             stop.check()
     return counts, _exit_code(counts, cfg)
 
 
-def _render(share: Share, work: list[ShardPlan], *, stop: Stop, load: LoadModel) -> None:
+def _render(share: Share, work: list[ShardPlan], loaded: Callable[[], Model], *, stop: Stop) -> None:
     """Draw all missing batches and commit each as it comes."""
     from fluxbatch.pipeline.loop import run_pipeline  # torch: only where there is something to draw
 
     cfg = share.cfg
     before = ledger.row_counts(share.folder, share.plan, share.ledger)
-    model = load(cfg, share.rank)
+    model = loaded()
     stop.check()
     budget = FailureBudget(cfg.run.max_failed_fraction)
-    truncated = 0
+    truncated, peaks = 0, PeakMemory()
     finished = run_pipeline(
         share.batches(work),
         model,
@@ -98,8 +104,10 @@ def _render(share: Share, work: list[ShardPlan], *, stop: Stop, load: LoadModel)
         model_cfg=cfg.model,
         output=cfg.output,
         draining=stop.requested,
+        stage_timeout_s=cfg.run.stage_timeout_s,
     )
     with (
+        share,
         closing(finished),  # an exception here must not leave the stages' threads to a dying interpreter
         GpuSampler(cfg.telemetry.nvml, _device_uuid(model)) as gpu,
         Progress(cfg.telemetry, total=before.rows - before.rejected, done=before.written + before.failed) as progress,
@@ -108,6 +116,7 @@ def _render(share: Share, work: list[ShardPlan], *, stop: Stop, load: LoadModel)
         previous = told = time.monotonic()
         for done in finished:
             share.commit(done)
+            peaks.add(done)
             truncated += sum(result.truncated for result in done.results)
             now = time.monotonic()
             progress.update(metrics.record(done, wall_s=now - previous))
@@ -116,6 +125,7 @@ def _render(share: Share, work: list[ShardPlan], *, stop: Stop, load: LoadModel)
                 told = now
             previous = now
             budget.spend(done)
+    peaks.say()
     if truncated:
         log.warning("%d prompts were longer than model.max_sequence_length=%d and cut; their rows say truncated",
                     truncated, cfg.model.max_sequence_length)  # fmt: skip
@@ -162,6 +172,41 @@ def _device(wanted: str, rank: Rank) -> str:
     if wanted in ("auto", "cuda") and torch.cuda.is_available():
         return f"cuda:{rank.local % torch.cuda.device_count()}"
     return wanted
+
+
+def _size_of(cfg: JobConfig, rank: Rank, model: Callable[[], Model], stop: Stop) -> SizeOf:
+    """Batch sizes for rows that are new: measured on a GPU, by rule elsewhere. Nothing is loaded until it is asked."""
+
+    @functools.cache
+    def measured() -> MeasuredSizes | None:
+        machine = _machine(cfg, rank) if cfg.plan.batch_size == "auto" else None
+        return MeasuredSizes(cfg, machine, measure) if machine else None
+
+    @functools.cache
+    def meter() -> LaunchMeter:
+        from fluxbatch.pipeline.measure import LaunchMeter
+
+        return LaunchMeter(model(), model_cfg=cfg.model, pipeline=cfg.pipeline, check=stop.check)
+
+    def measure(bucket: Bucket, size: int) -> LaunchCost | None:
+        return meter()(bucket, size)
+
+    def size_of(bucket: Bucket, num_rows: int) -> int:
+        sizes = measured()
+        return sizes(bucket, num_rows) if sizes else batch_size(bucket, cfg.plan, num_rows=num_rows)
+
+    return size_of
+
+
+def _machine(cfg: JobConfig, rank: Rank) -> Machine | None:
+    """The GPU that this rank will use; None where there is none."""
+    device = _device(cfg.model.device, rank)
+    if not device.startswith("cuda"):
+        return None
+    from fluxbatch.models import memory
+
+    budget = memory.budget(device, wanted_gib=cfg.model.memory_budget_gib)
+    return Machine(gpu=budget.gpu, memory_gib=budget.total_gib, budget_gib=budget.budget_gib)
 
 
 def _device_uuid(model: Model) -> str | None:
@@ -229,10 +274,9 @@ def _drop_empty(folder: RunFolder) -> None:
         log.debug("%s stays: it is gone already or not empty", folder.batches)
 
 
-def _say_changes(plan: RunPlan, changes: Changes, cfg: JobConfig) -> None:
-    first = plan.parts[0]
-    sizes = [batch_size(run.bucket, cfg.plan, num_rows=run.num_rows) for run in first.runs]
-    if first.shard_size != cfg.plan.shard_size or sizes != [run.batch_size for run in first.runs]:
+def _say_changes(changes: Changes, description: dict[str, Any], cfg: JobConfig) -> None:
+    planned = description["settings"]["plan"]
+    if any(planned.get(key) != getattr(cfg.plan, key) for key in ("batch_size", "shard_size")):
         log.info("the plan stands: other batch and shard sizes apply to rows added since")
     if changes.added:
         log.info("%d rows were added to the plan", changes.added)

@@ -8,16 +8,18 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Self
 
-from fluxbatch import commit, shards
+from fluxbatch import commit, ledger, shards
 from fluxbatch.config import JobConfig
 from fluxbatch.errors import FluxbatchError
 from fluxbatch.folder import RunFolder
 from fluxbatch.ledger import Ledger, revision_of, shard_of
 from fluxbatch.planfile import RunPlan
 from fluxbatch.ranks import Rank
-from fluxbatch.records import Batch, BatchPlan, CompressedBatch, ShardCommit, ShardPlan
+from fluxbatch.records import Batch, BatchPlan, CompressedBatch, RowResult, ShardCommit, ShardPlan
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +34,11 @@ class Share:
     cfg: JobConfig
     rank: Rank
     missing: dict[int, set[int]] = field(default_factory=dict)  # open shard -> its batches that are not on disk
+    _settler: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="fluxbatch-settle")
+    )
+    _settling: Future[None] | None = None
+    _attempts: dict[int, dict[str, int]] = field(default_factory=dict)  # plan part -> its rows' attempts before it
 
     def settle_all(self) -> list[ShardPlan]:
         """Commit every shard that needs no GPU any more; returns the shards with batches to make."""
@@ -133,9 +140,48 @@ class Share:
             raise FluxbatchError(
                 f"{self.folder.job} is gone: output.dir was moved or unmounted; nothing more is written"
             )
-        shards.commit_batch(self.folder, done)
+        shards.commit_batch(self.folder, self._with_attempts(done))
         missing = self.missing[done.batch.plan.shard]
         missing.discard(done.batch.plan.index)
         if not missing:
             del self.missing[done.batch.plan.shard]
-            self.settle(self.plan.shard(done.batch.plan.shard))
+            self._settle_behind(self.plan.shard(done.batch.plan.shard))
+
+    def _settle_behind(self, shard: ShardPlan) -> None:
+        """Make the shard's file while later batches are drawn: a thousand images take the disk seconds.
+
+        One shard at a time: a disk that cannot keep up holds the run here.
+        """
+        self._wait_for_settling()
+        self._settling = self._settler.submit(self.settle, shard)
+
+    def _wait_for_settling(self) -> None:
+        if self._settling is not None:
+            settling, self._settling = self._settling, None
+            settling.result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        """All that was begun is on the disk. Its error is raised, unless there is another one already."""
+        self._settler.shutdown(wait=True)
+        if error is None:
+            self._wait_for_settling()
+
+    def _with_attempts(self, done: CompressedBatch) -> CompressedBatch:
+        """Failures of a retry say how often their row has been tried."""
+        part = self.plan.part(done.batch.plan.shard)
+        if not done.num_failed or part.kind != "retry":
+            return done
+        if part.index not in self._attempts:
+            self._wait_for_settling()  # it writes to the ledger that is read here
+            self._attempts[part.index] = ledger.attempts(self.folder, self.ledger, before_shard=part.first_shard)
+        earlier = self._attempts[part.index]
+        return replace(done, results=tuple(_counted(result, earlier.get(result.id, 0)) for result in done.results))
+
+
+def _counted(result: RowResult, earlier: int) -> RowResult:
+    if result.failure is None:
+        return result
+    return replace(result, failure=replace(result.failure, attempts=earlier + 1))

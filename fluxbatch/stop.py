@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
-import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
-from types import FrameType
-from typing import Any
+from functools import partial
+from typing import NoReturn
 
 from fluxbatch.errors import EXIT_INTERRUPTED, ConfigError, Interrupted
 
 log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+LEAVE_S = 1.0
 
 
 def exit_on_signals() -> None:
     """Until `Stop` takes over there is nothing in flight: a signal ends the process at once, with 75."""
     for number in SIGNALS:
         signal.signal(
-            number, lambda number, _: _exit_now(f"{signal.Signals(number).name}: nothing was in flight; exit 75")
+            number, lambda number, _: exit_now(f"{signal.Signals(number).name}: nothing was in flight; exit 75")
         )
 
 
@@ -32,31 +33,31 @@ class Stop:
     """Turns the first signal, or the coming deadline, into `requested`; a second signal ends the process at once.
 
     What is in flight then has `grace_s` seconds; after them the process ends with exit code 75, which loses only
-    what was in flight.
+    what was in flight. Signals and deadline have threads of their own: the main thread may be deep in a library.
     """
 
     def __init__(self, *, grace_s: float, deadline_s: float | None = None) -> None:
         """`deadline_s`: seconds from now until the time is up; the stop is requested `grace_s` before it."""
         self.reason: str | None = None
+        self.leave: Callable[[], object] = lambda: None  # done before an end at once, for LEAVE_S at most
         self._grace_s = grace_s
-        self._drain_at = None if deadline_s is None else time.monotonic() + max(0.0, deadline_s - grace_s)
-        self._watchdog: threading.Timer | None = None
-        self._previous: dict[int, Any] = {}
+        self._drain_s = None if deadline_s is None else max(0.0, deadline_s - grace_s)
+        self._timers: list[threading.Timer] = []
+        self._signals = contextlib.ExitStack()
 
     def __enter__(self) -> Stop:
+        if self._drain_s is not None:
+            self._start_timer(self._drain_s, partial(self._request, "the deadline is near"))
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+            self._signals.enter_context(signals_to(self._on_signal))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        if self._watchdog:
-            self._watchdog.cancel()
+        self._signals.close()
+        for timer in self._timers:
+            timer.cancel()
 
     def requested(self) -> bool:
-        if self.reason is None and self._drain_at is not None and time.monotonic() >= self._drain_at:
-            self._request("the deadline is near")
         return self.reason is not None
 
     def check(self) -> None:
@@ -65,26 +66,73 @@ class Stop:
             raise Interrupted(f"interrupted ({self.reason}); the same command goes on")
 
     def _request(self, reason: str) -> None:
+        if self.reason is not None:
+            return
         self.reason = reason
-        self._watchdog = threading.Timer(self._grace_s, self._give_up)
-        self._watchdog.daemon = True
-        self._watchdog.start()
         log.warning("%s: finishing what is in flight (run.grace_s=%g), then exit 75", reason, self._grace_s)
+        self._start_timer(self._grace_s, self._give_up)
 
-    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+    def _start_timer(self, seconds: float, then: Callable[[], object]) -> None:
+        timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), then)
+        timer.daemon = True
+        timer.start()
+        self._timers.append(timer)
+
+    def _on_signal(self, number: int) -> None:
         name = signal.Signals(number).name
         if self.reason is not None:
-            _exit_now(f"{name} again: exit 75 at once; the same command goes on")
+            self._end(f"{name} again: exit 75 at once; the same command goes on")
         self._request(name)
 
     def _give_up(self) -> None:
-        _exit_now(f"run.grace_s={self._grace_s:g} is over: exit 75 with a batch in flight; the same command goes on")
+        self._end(f"run.grace_s={self._grace_s:g} is over: exit 75 with a batch in flight; the same command goes on")
+
+    def _end(self, message: str) -> NoReturn:
+        """Leave the folder first, or a requeued job on another machine would wait for our lease to age."""
+        leaving = threading.Thread(target=self.leave, daemon=True)
+        leaving.start()
+        leaving.join(LEAVE_S)  # the disk may be what hangs
+        exit_now(message)
 
 
-def _exit_now(message: str) -> None:
-    # Not sys.exit: a thread of the pipeline may be deep in a kernel or a codec. All that counts is on the disk.
-    os.write(sys.stderr.fileno(), f"fluxbatch: {message}\n".encode())
-    os._exit(EXIT_INTERRUPTED)
+@contextlib.contextmanager
+def signals_to(answer: Callable[[int], None]) -> Iterator[None]:
+    """Call `answer` with each of SIGNALS as it comes, from a thread of its own.
+
+    Python runs a handler in the main thread when that comes back from C, which a large sort or a load may do too
+    late; the number of the signal is in the pipe at once.
+    """
+    receiving, sending = os.pipe()
+    os.set_blocking(sending, False)
+    thread = threading.Thread(target=_answer_all, args=(receiving, answer), name="fluxbatch-signals", daemon=True)
+    thread.start()
+    previous_wakeup = signal.set_wakeup_fd(sending, warn_on_full_buffer=False)
+    previous = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(previous_wakeup)
+        os.close(sending)
+        thread.join()
+        os.close(receiving)
+
+
+def _answer_all(receiving: int, answer: Callable[[int], None]) -> None:
+    while numbers := os.read(receiving, 64):  # nothing: the other end is closed
+        for number in numbers:
+            if number in SIGNALS:  # a library's own handlers write here as well
+                answer(number)
+
+
+def exit_now(message: str, *, code: int = EXIT_INTERRUPTED) -> NoReturn:
+    """End the process here, with a sentence and nothing cleaned up.
+
+    Not sys.exit: a thread of the pipeline may be deep in a kernel or a codec. All that counts is on the disk.
+    """
+    os.write(2, f"fluxbatch: {message}\n".encode())
+    os._exit(code)
 
 
 def seconds_left(deadline: str | None, environ: Mapping[str, str]) -> float | None:

@@ -38,6 +38,7 @@ def run(cfg: JobConfig) -> Answer:
 
 def plan(cfg: JobConfig) -> Answer:
     """What a run would do, from the manifest alone. Writes nothing, loads no weights."""
+    from fluxbatch.batch_size import RememberedSizes
     from fluxbatch.manifest import open_manifest
     from fluxbatch.plan import plan_part
     from fluxbatch.planner import survey
@@ -46,7 +47,8 @@ def plan(cfg: JobConfig) -> Answer:
     _warn_of_missing_model(cfg)
     _refuse_other_settings(RunFolder(config.output_dir(cfg)), cfg)
     found = survey(open_manifest(cfg.manifest), config.row_rules(cfg), cfg.manifest)
-    part = plan_part(found.counts, plan=cfg.plan)
+    sizes = RememberedSizes(cfg)
+    part = plan_part(found.counts, plan=cfg.plan, size_of=sizes)
     hours = estimate.gpu_hours(part, cfg)
     answer: dict[str, Any] = {
         "rows": found.rows,
@@ -55,7 +57,13 @@ def plan(cfg: JobConfig) -> Answer:
         "rejected_by_reason": dict(found.rejected),
         "rejected_examples": [asdict(example) for examples in found.examples.values() for example in examples],
         "buckets": [
-            {**asdict(run.bucket), "name": run.bucket.name, "rows": run.num_rows, "batch_size": run.batch_size}
+            {
+                **asdict(run.bucket),
+                "name": run.bucket.name,
+                "rows": run.num_rows,
+                "batch_size": run.batch_size,
+                "measured_on": sizes.measured_on.get(run.bucket),
+            }
             for run in part.runs
         ],
         "batches": part.num_batches,
@@ -86,6 +94,7 @@ def _plan_words(answer: dict[str, Any], cfg: JobConfig) -> str:
     lines += [f"buckets: {len(answer['buckets'])}"]
     lines += [
         f"  {bucket['name']}: {bucket['rows']:,} rows in batches of {bucket['batch_size']}"
+        + (f" (measured on {bucket['measured_on']})" if bucket["measured_on"] else "")
         for bucket in answer["buckets"]
     ]
     lines += [f"batches: {answer['batches']:,} ({answer['padded']:,} padded places)", f"shards: {answer['shards']:,}"]
@@ -142,6 +151,13 @@ def report(cfg: JobConfig) -> Answer:
     assert description is not None, "_existing has seen it"
     written = reports.write_report(folder, job=description)
     return written, f"report: {folder.report_html}\ncontact sheet: {folder.contact_sheet}", EXIT_DONE
+
+
+def bench(arguments: list[str]) -> int:
+    """Measure something; it has words of its own, and its answer is printed as it comes. Returns the exit code."""
+    from fluxbatch.bench.command import run_bench
+
+    return run_bench(arguments)
 
 
 VERBS: dict[str, Verb] = {"run": run, "plan": plan, "status": status, "verify": verify, "report": report}

@@ -5,6 +5,7 @@ A test that asks for it carries the marker `faults` by itself; `make faults` run
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable
 
@@ -54,7 +55,7 @@ class Faults:
 
     def rows(self, *, asked: Iterable[str], found: Iterable[str]) -> None:
         """Every id that was asked for stands in the output once, and no other does."""
-        wanted, there = Counter(asked), Counter(found)
+        wanted, there = Counter(list(asked)), Counter(list(found))
         lost, doubled = wanted - there, there - wanted
         self.counts["rows checked"] += wanted.total()
         self.counts["rows lost"] += lost.total()
@@ -68,6 +69,8 @@ SUMS = pytest.StashKey[Faults]()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[SUMS] = Faults()
+    # The processes that tests start must run this checkout, not whichever one is installed.
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(config.rootpath), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m is applied

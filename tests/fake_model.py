@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fluxbatch.models import PromptEmbeds, Schedule, Tokens
+from fluxbatch.models import Flow, PromptEmbeds, Schedule, Tokens
 from fluxbatch.records import Bucket, Request
 
 CHANNELS = 4
@@ -85,9 +85,10 @@ class FakeModel:
     def pack(self, noise: Tensor) -> Tensor:
         return noise.flatten(2).transpose(1, 2)
 
-    def velocity(
-        self, latents: Tensor, *, timestep: Tensor, embeds: PromptEmbeds, guidance: Tensor, bucket: Bucket
-    ) -> Tensor:
+    def flow(self, *, embeds: PromptEmbeds, guidance: Tensor, bucket: Bucket) -> Flow:
+        return lambda latents, step: self.velocity(latents, embeds=embeds, guidance=guidance, bucket=bucket)
+
+    def velocity(self, latents: Tensor, *, embeds: PromptEmbeds, guidance: Tensor, bucket: Bucket) -> Tensor:
         self._called("velocity")
         if self.max_rows is not None and len(latents) > self.max_rows:
             raise torch.OutOfMemoryError(f"fake: {len(latents)} rows do not fit")
@@ -130,7 +131,7 @@ def expected_pixels(request: Request, bucket: Bucket) -> np.ndarray:
     guidance = torch.tensor([request.guidance_scale])
     latents, schedule = model.pack(noise), model.schedule(bucket)
     for index in range(bucket.num_inference_steps):
-        arguments = {"timestep": schedule.timesteps[index], "guidance": guidance, "bucket": bucket}
+        arguments = {"guidance": guidance, "bucket": bucket}
         velocity = model.velocity(latents, embeds=embeds, **arguments)
         if bucket.negative_pass:
             away = model.velocity(latents, embeds=negative, **arguments)

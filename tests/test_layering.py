@@ -12,9 +12,9 @@ PACKAGE = Path(__file__).parent.parent / "fluxbatch"
 # Lower ranks know nothing of higher ones; modules of one rank do not import each other unless listed in order.
 RANKS = [
     {"errors", "records", "folder", "process", "tiny"},
-    {"commit", "config"},
+    {"commit", "config", "user_cache"},
     {"compose", "ranks", "stop", "lease", "job", "plan"},
-    {"rows", "estimate"},
+    {"rows", "estimate", "batch_size"},
     {"manifest", "planfile"},
     {"planner"},
     {"writers"},
@@ -27,9 +27,10 @@ RANKS = [
     {"report"},
     {"share"},
     {"run"},
+    {"bench"},
     {"verbs"},
     {"command"},
-    {"__main__", "bench"},
+    {"__main__"},
 ]
 RANK = {name: rank for rank, names in enumerate(RANKS) for name in names}
 TENSORS = {"models", "pipeline", "bench"}

@@ -16,7 +16,7 @@ import pytest
 from fluxbatch import metrics
 from fluxbatch.config import TelemetryConfig
 from fluxbatch.folder import RunFolder
-from fluxbatch.metrics import GpuSampler, MetricsLog, write_prometheus
+from fluxbatch.metrics import GpuSampler, MetricsLog, PeakMemory, write_prometheus
 from fluxbatch.progress import Progress, duration, one_line
 from fluxbatch.records import (
     Batch,
@@ -70,6 +70,18 @@ class Clock:
 
 
 # ---- the batch log
+
+
+def test_the_end_says_the_most_that_each_bucket_needed_and_nothing_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
+    peaks = PeakMemory()
+    for allocated_gib, reserved_gib in ((20.5, 24.0), (25.25, 23.0)):
+        peaks.add(make_batch(times=StageTimes(peak_allocated_gib=allocated_gib, peak_reserved_gib=reserved_gib)))
+    with caplog.at_level(logging.INFO):
+        peaks.say()
+        on_cpu = PeakMemory()
+        on_cpu.add(make_batch())
+        on_cpu.say()
+    assert [r.getMessage() for r in caplog.records] == ["peak GPU memory, 64x96-4: 25.25 GiB allocated, 24.00 reserved"]
 
 
 def test_every_line_has_the_same_keys_whatever_the_batch(folder: RunFolder) -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from fluxbatch.config import ModelConfig, OutputConfig, PipelineConfig
+from fluxbatch.errors import ProcessLost
 from fluxbatch.pipeline import compress, transfer
 from fluxbatch.pipeline.decode import launch_size, to_uint8
 from fluxbatch.pipeline.encode import PromptEncoder
@@ -302,9 +303,9 @@ def test_br33_an_exception_of_the_source_or_of_the_copy_ends_the_run(mode, monke
         raise RuntimeError("CUDA error: unspecified launch failure")
 
     monkeypatch.setattr(Slot, "wait", lambda self: lost(self) if sys._getframe(1).f_code.co_name == "receive" else None)
-    with pytest.raises(RuntimeError, match="launch failure") as caught:
+    sentence = "stage transfer, shard 7, batch 0, 16x24: CUDA error: unspecified launch failure"
+    with pytest.raises(ProcessLost, match=sentence):
         list(run(batches(9), mode=mode))
-    assert caught.value.__notes__ == ["stage transfer, shard 7, batch 0, 16x24"]
 
 
 def test_batches_on_the_host_before_the_failure_are_still_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -496,6 +497,40 @@ def test_br22_what_does_not_fit_alone_fails_and_the_run_goes_on(mode: str) -> No
     assert list(images(done)) == ["small"]
 
 
+class SmallDecoder(FakeModel):
+    """Decodes at most `max_decoded` images at once."""
+
+    max_decoded = 2
+
+    def decode(self, latents, *, bucket):
+        if len(latents) > self.max_decoded:
+            no_exception_is_alive()
+            raise torch.OutOfMemoryError(f"fake: {len(latents)} images do not fit")
+        return super().decode(latents, bucket=bucket)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_br22_a_decode_that_does_not_fit_is_split_without_another_denoise(
+    mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = SmallDecoder()
+    done = list(run([*batches(2, rows=8), *batches(1, rows=2, bucket=Bucket(8, 8, 1))], model, mode=mode))
+    assert model.rows == [8] * 2 * SMALL.num_inference_steps + [2], "every step once, at the planned size"
+    assert set(model.decoded_rows) == {2}
+    assert [batch.times.out_of_memory_splits for batch in done] == [2, 0, 0], "8 -> 4 -> 2, and remembered"
+    assert not failures(done)
+    assert_each_id_has_its_own_picture(done)
+    assert "out of memory; bucket 16x24-4 goes on with 2 images in a launch of the decoder (fake: 4" in caplog.text
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_br22_an_image_that_cannot_be_decoded_alone_fails_at_the_decode(mode: str) -> None:
+    model = SmallDecoder()
+    model.max_decoded = 0
+    done = list(run(batches(1, rows=2), model, mode=mode))
+    assert set(failures(done).values()) == {("decode", "out_of_memory")}
+
+
 def test_br22_a_text_encoder_that_does_not_fit_fails_the_rows_without_splitting() -> None:
     model = FakeModel(max_prompts=4)
     done = list(run(batches(1), model, encode_batch_size=8))
@@ -637,14 +672,14 @@ def test_the_euler_step_is_diffusers(dtype: torch.dtype) -> None:
     scheduler.set_timesteps(5)
     model = FakeModel(dtype=dtype)
     model.schedule = lambda bucket: type("S", (), {"timesteps": scheduler.timesteps, "sigmas": scheduler.sigmas})
-    model.velocity = lambda latents, *, timestep, **other: (latents.float().sin() * timestep).to(dtype)
+    flow = lambda latents, step: (latents.float().sin() * scheduler.timesteps[step]).to(dtype)  # noqa: E731
+    model.flow = lambda **conditions: flow
     noise = torch.randn(2, 4, 8, 8)
     arguments = {"embeds": {}, "negative_embeds": None, "guidance": torch.ones(2), "bucket": bucket}
     ours = denoise(model, noise, before_step=lambda: None, **arguments)
     theirs = model.pack(noise.to(dtype))
-    for timestep in scheduler.timesteps:
-        velocity = model.velocity(theirs, timestep=timestep)
-        theirs = scheduler.step(velocity, timestep, theirs, return_dict=False)[0]
+    for step, timestep in enumerate(scheduler.timesteps):
+        theirs = scheduler.step(flow(theirs, step), timestep, theirs, return_dict=False)[0]
     assert torch.equal(ours, theirs)
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from fake_model import FakeModel
 
-from fluxbatch import config, run
+from fluxbatch import config, run, shards
 from fluxbatch.compose import with_config
 from fluxbatch.errors import ConfigError, FluxbatchError, FolderBusyError, ManifestError
 from fluxbatch.folder import RunFolder
@@ -132,6 +133,41 @@ def test_kill_before_the_ledger_line_takes_the_shard_over_without_drawing_it_aga
     counts, code = do(settings(tmp_path), no_model)
     assert (counts.written, code) == (10, 0)
     assert data_files(tmp_path / "run") == before
+
+
+def test_a_shards_file_is_made_while_later_batches_are_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand images take the disk seconds: the GPU must not wait for them."""
+    manifest(tmp_path / "m.parquet", rows(40))
+    later = threading.Event()
+    compact, commit_batch = shards.compact, shards.commit_batch
+
+    def committed(folder: Any, done: Any) -> bool:
+        if done.batch.plan.shard == 1:
+            later.set()
+        return commit_batch(folder, done)
+
+    def compacted(folder: Any, shard: Any, *args: Any, **options: Any) -> Any:
+        assert shard.index or later.wait(20), "the first shard's file holds up the second one's batches"
+        return compact(folder, shard, *args, **options)
+
+    monkeypatch.setattr(shards, "commit_batch", committed)
+    monkeypatch.setattr(shards, "compact", compacted)
+    assert do(settings(tmp_path))[1] == 0
+    sound(tmp_path / "run")
+
+
+def test_a_shards_file_that_cannot_be_made_ends_the_run_with_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest(tmp_path / "m.parquet", rows(40))
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "compact", lambda *args, **options: (_ for _ in ()).throw(OSError(28, "No space left")))
+        with pytest.raises(OSError, match="No space left"):
+            do(settings(tmp_path))
+    assert do(settings(tmp_path))[1] == 0
+    sound(tmp_path / "run")
 
 
 def test_br38_interrupted_three_times_95_rows_stand_in_ten_shards_none_touched_twice(tmp_path: Path) -> None:

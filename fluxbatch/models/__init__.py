@@ -7,7 +7,8 @@ Legend: N prompts, S text tokens, B batch, L packed latent tokens, C channels, H
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fluxbatch.config import ModelConfig
-from fluxbatch.models import loading
+from fluxbatch.models import compile_cache, loading, memory, tuning
 from fluxbatch.records import Bucket
 
 
@@ -42,6 +43,10 @@ class Schedule:
     sigmas: Tensor
 
 
+Flow = Callable[[Tensor, int], Tensor]  # latents (B, L, C) and the number of the step to their velocity (B, L, C)
+Decode = Callable[[Tensor], Tensor]  # the VAE's natural latents (B, C, h, w) to pixels (B, 3, H, W)
+
+
 class Model(Protocol):
     """One loaded model. Every stage works on whole batches; only `tokenize` is bound to one thread at a time."""
 
@@ -64,10 +69,8 @@ class Model(Protocol):
     def pack(self, noise: Tensor) -> Tensor:
         """Natural latents to the transformer's (B, L, C)."""
 
-    def velocity(
-        self, latents: Tensor, *, timestep: Tensor, embeds: PromptEmbeds, guidance: Tensor, bucket: Bucket
-    ) -> Tensor:
-        """The flow at a 0-d `timestep` (1000 to 0); `guidance` is float32 (B,). Returns (B, L, C)."""
+    def flow(self, *, embeds: PromptEmbeds, guidance: Tensor, bucket: Bucket) -> Flow:
+        """The velocity of one launch: what does not change between its steps is made here. `guidance` float32 (B,)."""
 
     def cfg_scale(self, guidance: Tensor) -> Tensor:
         """The weight (B,) of the positive pass where the bucket has a negative one."""
@@ -78,7 +81,10 @@ class Model(Protocol):
 
 def check_model(cfg: ModelConfig) -> None:
     """Refuse, in seconds and before any weight is read, a device, dtype or model.path that cannot work."""
-    loading.place(cfg)
+    placement = loading.place(cfg)
+    tuning.use_fused(cfg, placement)
+    if placement.device.type == "cuda" and cfg.memory_budget_gib is not None:
+        memory.budget(placement.device, wanted_gib=cfg.memory_budget_gib)
     if not cfg.random_weights:
         loading.model_folder(cfg)
 
@@ -90,6 +96,7 @@ def load_model(cfg: ModelConfig, *, true_cfg_scale: float) -> Model:
 
     loading.quiet_libraries()
     loading.fix_cpu_threads(cfg)
+    compile_cache.keep_compiled(cfg, loading.place(cfg).device, os.environ)
     if cfg.family == "flux1":
         return Flux1.load(cfg, true_cfg_scale=true_cfg_scale)
     return Flux2.load(cfg)

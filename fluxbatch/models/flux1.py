@@ -17,7 +17,9 @@ from torch import Tensor
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel, T5Tokenizer
 
 from fluxbatch.config import ModelConfig
-from fluxbatch.models import PromptEmbeds, Schedule, Tokens, loading
+from fluxbatch.models import Decode, Flow, PromptEmbeds, Schedule, Tokens, loading, residency, tuning
+from fluxbatch.models.fused.decoder import FusedDecoder
+from fluxbatch.models.fused.flux1 import FusedFlux1
 from fluxbatch.models.schedule import flow_schedule, flux1_mu
 from fluxbatch.models.tokens import RandomTokenizer, tokenize_fixed
 from fluxbatch.records import Bucket
@@ -93,14 +95,18 @@ class Flux1:
         scheduler_config: Mapping[str, Any],
         cfg: ModelConfig,
         true_cfg_scale: float,
+        fused: FusedFlux1 | None = None,
+        decoder: FusedDecoder | None = None,
     ) -> None:
         self.name = cfg.name
-        self.device: torch.device = transformer.device
+        self.device: torch.device = vae.device
         self.dtype: torch.dtype = transformer.dtype
         self.max_sequence_length = cfg.max_sequence_length
         self.true_cfg_scale = true_cfg_scale
         self._transformer = transformer
+        self._fused = fused
         self._vae = vae
+        self._decode: Decode = decoder or (lambda latents: vae.decode(latents, return_dict=False)[0])
         self._text_encoder = text_encoder
         self._text_encoder_2 = text_encoder_2
         self._tokenizer = tokenizer
@@ -113,9 +119,13 @@ class Flux1:
 
     @classmethod
     def load(cls, cfg: ModelConfig, *, true_cfg_scale: float) -> Self:
-        placement = loading.place(cfg)
+        placement = residency.settle(cfg, loading.place(cfg), random=_random, text_encoder="text_encoder_2")
+        use_fused = tuning.use_fused(cfg, placement)
         parts = (_random if cfg.random_weights else _stored)(cfg, placement)
-        loading.tune(parts["transformer"], cfg=cfg, placement=placement)
+        if use_fused:
+            parts |= _fused(parts, cfg, placement)
+        else:
+            tuning.prepare_plain(parts["transformer"], cfg=cfg, placement=placement)
         return cls(**parts, cfg=cfg, true_cfg_scale=true_cfg_scale)
 
     def tokenize(self, prompts: Sequence[str]) -> Tokens:
@@ -152,20 +162,34 @@ class Flux1:
         return patches.reshape(batch, (height // 2) * (width // 2), channels * 4)
 
     @torch.no_grad()
-    def velocity(
-        self, latents: Tensor, *, timestep: Tensor, embeds: PromptEmbeds, guidance: Tensor, bucket: Bucket
-    ) -> Tensor:
+    def flow(self, *, embeds: PromptEmbeds, guidance: Tensor, bucket: Bucket) -> Flow:
         text_ids, image_ids = self._ids(bucket)
-        return self._transformer(
-            hidden_states=latents,
-            timestep=timestep.expand(latents.shape[0]).to(latents.dtype) / 1000,  # rounded first, as diffusers does
-            guidance=guidance if self._transformer.config.guidance_embeds else None,
-            pooled_projections=embeds["pooled_prompt_embeds"],
-            encoder_hidden_states=embeds["prompt_embeds"],
-            txt_ids=text_ids,
-            img_ids=image_ids,
-            return_dict=False,
-        )[0]
+        timesteps = self.schedule(bucket).timesteps
+        given = guidance if self._transformer.config.guidance_embeds else None
+        if self._fused is not None:
+            conditions = self._fused.conditions(
+                prompt_embeds=embeds["prompt_embeds"],
+                pooled=embeds["pooled_prompt_embeds"],
+                guidance=given,
+                timesteps=timesteps,
+                text_ids=text_ids,
+                image_ids=image_ids,
+            )
+            return partial(self._fused.transformer.velocity, conditions=conditions)
+
+        def velocity(latents: Tensor, step: int) -> Tensor:
+            return self._transformer(
+                hidden_states=latents,
+                timestep=timesteps[step].expand(latents.shape[0]).to(latents.dtype) / 1000,  # rounded as diffusers does
+                guidance=given,
+                pooled_projections=embeds["pooled_prompt_embeds"],
+                encoder_hidden_states=embeds["prompt_embeds"],
+                txt_ids=text_ids,
+                img_ids=image_ids,
+                return_dict=False,
+            )[0]
+
+        return velocity
 
     def cfg_scale(self, guidance: Tensor) -> Tensor:
         return torch.full_like(guidance, self.true_cfg_scale)
@@ -174,7 +198,7 @@ class Flux1:
     def decode(self, latents: Tensor, *, bucket: Bucket) -> Tensor:
         natural = self._unpack(latents.to(self._vae.dtype), bucket)
         natural = natural / self._vae.config.scaling_factor + self._vae.config.shift_factor
-        return self._vae.decode(natural, return_dict=False)[0]
+        return self._decode(natural)
 
     def _grid(self, height: int, width: int) -> tuple[int, int]:
         """Image tokens down and across."""
@@ -197,14 +221,38 @@ class Flux1:
         return patches.reshape(batch, channels // 4, 2 * rows, 2 * columns)
 
 
+def _housed(t5: T5EncoderModel, placement: loading.Placement) -> T5EncoderModel:
+    return residency.housed(t5, t5.encoder.block, placement)
+
+
+def _fused(parts: dict[str, Any], cfg: ModelConfig, placement: loading.Placement) -> dict[str, Any]:
+    """The transformer's weights, and on CUDA the VAE's decoder, taken over by the fused operations."""
+    cudnn = tuning.cudnn_attention(parts["transformer"].config.attention_head_dim, placement)
+    fused = FusedFlux1.take_over(
+        parts["transformer"],
+        float8=cfg.quantization == "fp8",
+        cudnn_attention=cudnn,
+        device=placement.device,
+    )
+    tuning.log_fused(fused.transformer.blocks, cfg)
+    if placement.device.type != "cuda":
+        return {"fused": fused}
+    return {"fused": fused, "decoder": FusedDecoder.of(parts["vae"])}
+
+
 def _stored(cfg: ModelConfig, placement: loading.Placement) -> dict[str, Any]:
     folder = loading.model_folder(cfg)
     part = partial(loading.stored, folder=folder, device=placement.device)
     text, vae = placement.text_encoder_dtype, placement.vae_dtype
     return {
-        "transformer": part(FluxTransformer2DModel, subfolder="transformer", dtype=placement.dtype),
+        "transformer": part(
+            FluxTransformer2DModel, subfolder="transformer", dtype=placement.dtype, device=placement.transformer_device
+        ),
         "text_encoder": part(CLIPTextModel, subfolder="text_encoder", dtype=text),
-        "text_encoder_2": part(T5EncoderModel, subfolder="text_encoder_2", dtype=text),
+        "text_encoder_2": _housed(
+            part(T5EncoderModel, subfolder="text_encoder_2", dtype=text, device=placement.text_encoder_device),
+            placement,
+        ),
         "vae": part(AutoencoderKL, subfolder="vae", dtype=vae),
         "tokenizer": loading.stored_tokenizer(CLIPTokenizer, folder, subfolder="tokenizer"),
         "tokenizer_2": loading.stored_tokenizer(T5Tokenizer, folder, subfolder="tokenizer_2"),
@@ -216,12 +264,15 @@ def _random(cfg: ModelConfig, placement: loading.Placement) -> dict[str, Any]:
     settings = loading.random_config(RANDOM, cfg)
     part = partial(loading.random, device=placement.device)
     text, vae = placement.text_encoder_dtype, placement.vae_dtype
-    return {
-        "transformer": part(
-            lambda: FluxTransformer2DModel(**settings["transformer"]), name="transformer", dtype=placement.dtype
+    return {  # the text encoder first: windowed, it leaves the device before the transformer comes
+        "text_encoder_2": _housed(
+            part(lambda: T5EncoderModel(T5Config(**T5_XXL)), name="text_encoder_2", dtype=text), placement
+        ),
+        "transformer": residency.staged(
+            part(lambda: FluxTransformer2DModel(**settings["transformer"]), name="transformer", dtype=placement.dtype),
+            placement,
         ),
         "text_encoder": part(lambda: CLIPTextModel(CLIPTextConfig(**CLIP_L)), name="text_encoder", dtype=text),
-        "text_encoder_2": part(lambda: T5EncoderModel(T5Config(**T5_XXL)), name="text_encoder_2", dtype=text),
         "vae": part(lambda: AutoencoderKL(**VAE), name="vae", dtype=vae),
         "tokenizer": RandomTokenizer(vocab_size=49408, eos_token_id=49407, pad_token_id=49407, model_max_length=77),
         "tokenizer_2": RandomTokenizer(vocab_size=32128, eos_token_id=1, pad_token_id=0, model_max_length=512),

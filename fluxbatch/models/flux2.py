@@ -18,7 +18,10 @@ from torch import Tensor, nn
 from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3Model
 
 from fluxbatch.config import ModelConfig
-from fluxbatch.models import PromptEmbeds, Schedule, Tokens, loading
+from fluxbatch.models import Decode, Flow, PromptEmbeds, Schedule, Tokens, loading, residency, tuning
+from fluxbatch.models.fused.decoder import FusedDecoder
+from fluxbatch.models.fused.flux2 import FusedFlux2
+from fluxbatch.models.fused.qwen3 import fuse_layers
 from fluxbatch.models.schedule import flow_schedule, flux2_mu
 from fluxbatch.models.tokens import RandomTokenizer, tokenize_fixed
 from fluxbatch.records import Bucket
@@ -101,14 +104,18 @@ class Flux2:
         scheduler_config: Mapping[str, Any],
         cfg: ModelConfig,
         text_encoder_layers: Sequence[int] = TEXT_ENCODER_LAYERS,
+        fused: FusedFlux2 | None = None,
+        decoder: FusedDecoder | None = None,
     ) -> None:
         self.name = cfg.name
-        self.device: torch.device = transformer.device
+        self.device: torch.device = vae.device
         self.dtype: torch.dtype = transformer.dtype
         self.max_sequence_length = cfg.max_sequence_length
         self.text_encoder_layers = tuple(text_encoder_layers)
         self._transformer = transformer
+        self._fused = fused
         self._vae = vae
+        self._decode: Decode = decoder or (lambda latents: vae.decode(latents, return_dict=False)[0])
         self._text_encoder = keep_first_layers(text_encoder, max(self.text_encoder_layers))
         self._tokenizer = tokenizer
         self._scheduler_config = scheduler_config
@@ -119,9 +126,19 @@ class Flux2:
 
     @classmethod
     def load(cls, cfg: ModelConfig) -> Self:
-        placement = loading.place(cfg)
+        placement = residency.settle(
+            cfg,
+            loading.place(cfg),
+            random=_random,
+            text_encoder="text_encoder",
+            num_layers=max(TEXT_ENCODER_LAYERS),
+        )
+        use_fused = tuning.use_fused(cfg, placement)
         parts = (_random if cfg.random_weights else _stored)(cfg, placement)
-        loading.tune(parts["transformer"], cfg=cfg, placement=placement)
+        if use_fused:
+            parts |= _fused(parts, cfg, placement)
+        else:
+            tuning.prepare_plain(parts["transformer"], cfg=cfg, placement=placement)
         return cls(**parts, cfg=cfg)
 
     def tokenize(self, prompts: Sequence[str]) -> Tokens:
@@ -135,7 +152,7 @@ class Flux2:
         """Three hidden states side by side, (N, S, 3 D). The transformer attends to padding, so S never changes."""
         states = self._text_encoder(
             input_ids=tokens["input_ids"],
-            attention_mask=tokens["attention_mask"],
+            attention_mask=causal_mask(tokens["attention_mask"]),
             output_hidden_states=True,
             use_cache=False,
         ).hidden_states
@@ -161,19 +178,27 @@ class Flux2:
         return noise.flatten(2).permute(0, 2, 1)
 
     @torch.no_grad()
-    def velocity(
-        self, latents: Tensor, *, timestep: Tensor, embeds: PromptEmbeds, guidance: Tensor, bucket: Bucket
-    ) -> Tensor:
+    def flow(self, *, embeds: PromptEmbeds, guidance: Tensor, bucket: Bucket) -> Flow:
         text_ids, image_ids = self._ids(bucket)
-        return self._transformer(
-            hidden_states=latents,
-            timestep=timestep.expand(latents.shape[0]).to(latents.dtype) / 1000,  # rounded first, as diffusers does
-            guidance=None,
-            encoder_hidden_states=embeds["prompt_embeds"],
-            txt_ids=text_ids,
-            img_ids=image_ids,
-            return_dict=False,
-        )[0]
+        timesteps = self.schedule(bucket).timesteps
+        if self._fused is not None:
+            conditions = self._fused.conditions(
+                prompt_embeds=embeds["prompt_embeds"], timesteps=timesteps, text_ids=text_ids, image_ids=image_ids
+            )
+            return partial(self._fused.transformer.velocity, conditions=conditions)
+
+        def velocity(latents: Tensor, step: int) -> Tensor:
+            return self._transformer(
+                hidden_states=latents,
+                timestep=timesteps[step].expand(latents.shape[0]).to(latents.dtype) / 1000,  # rounded as diffusers does
+                guidance=None,
+                encoder_hidden_states=embeds["prompt_embeds"],
+                txt_ids=text_ids,
+                img_ids=image_ids,
+                return_dict=False,
+            )[0]
+
+        return velocity
 
     def cfg_scale(self, guidance: Tensor) -> Tensor:
         return guidance
@@ -183,7 +208,7 @@ class Flux2:
         rows, columns = self._grid(bucket.height, bucket.width)
         packed = latents.permute(0, 2, 1).unflatten(2, (rows, columns))
         natural = _unpatchify(self._unnormalise(packed.float()))
-        return self._vae.decode(natural.to(self._vae.dtype), return_dict=False)[0]
+        return self._decode(natural.to(self._vae.dtype))
 
     def _chat(self, prompt: str) -> str:
         return self._tokenizer.apply_chat_template(
@@ -211,6 +236,17 @@ class Flux2:
         return latents * std.view(1, -1, 1, 1) + norm.running_mean.float().view(1, -1, 1, 1)
 
 
+def causal_mask(attention_mask: Tensor) -> Tensor:
+    """(N, S) of ones and zeros to (N, 1, S, S) bool: each token sees itself and the real tokens before it.
+
+    transformers would make one too, after asking the device whether any prompt is padded: that stops the host until
+    the device is idle, and chooses another kernel for a launch without padding, so that bits depend on neighbours.
+    """
+    real = attention_mask.bool()
+    tokens = real.shape[1]
+    return real[:, None, None, :] & torch.ones(tokens, tokens, dtype=torch.bool, device=real.device).tril()
+
+
 def keep_first_layers(text_encoder: Any, num_layers: int) -> Any:
     """Drop what no feature comes from. Without its final norm too, the last state is the layer's own, as diffusers'."""
     text_encoder.layers = text_encoder.layers[:num_layers]
@@ -226,16 +262,42 @@ def _unpatchify(latents: Tensor) -> Tensor:
     return patches.reshape(batch, channels // 4, 2 * rows, 2 * columns)
 
 
+def _housed(qwen3: Qwen3Model, placement: loading.Placement) -> Qwen3Model:
+    return residency.housed(qwen3, qwen3.layers, placement)
+
+
+def _fused(parts: dict[str, Any], cfg: ModelConfig, placement: loading.Placement) -> dict[str, Any]:
+    """The transformer's weights, and on CUDA the text encoder and the VAE's decoder, taken over by fused operations."""
+    cudnn = tuning.cudnn_attention(parts["transformer"].config.attention_head_dim, placement)
+    fused = FusedFlux2.take_over(
+        parts["transformer"],
+        float8=cfg.quantization == "fp8",
+        cudnn_attention=cudnn,
+        device=placement.device,
+    )
+    tuning.log_fused(fused.transformer.blocks, cfg)
+    if placement.device.type != "cuda":
+        return {"fused": fused}
+    fuse_layers(parts["text_encoder"])
+    return {"fused": fused, "decoder": FusedDecoder.of(parts["vae"])}
+
+
 def _stored(cfg: ModelConfig, placement: loading.Placement) -> dict[str, Any]:
     folder = loading.model_folder(cfg)
     part = partial(loading.stored, folder=folder, device=placement.device)
     return {
-        "transformer": part(Flux2Transformer2DModel, subfolder="transformer", dtype=placement.dtype),
-        "text_encoder": part(
-            Qwen3Model,
-            subfolder="text_encoder",
-            dtype=placement.text_encoder_dtype,
-            config=_first_layers_config(loading.read_json(folder / "text_encoder" / "config.json")),
+        "transformer": part(
+            Flux2Transformer2DModel, subfolder="transformer", dtype=placement.dtype, device=placement.transformer_device
+        ),
+        "text_encoder": _housed(
+            part(
+                Qwen3Model,
+                subfolder="text_encoder",
+                dtype=placement.text_encoder_dtype,
+                device=placement.text_encoder_device,
+                config=_first_layers_config(loading.read_json(folder / "text_encoder" / "config.json")),
+            ),
+            placement,
         ),
         "vae": part(AutoencoderKLFlux2, subfolder="vae", dtype=placement.vae_dtype),
         "tokenizer": loading.stored_tokenizer(Qwen2Tokenizer, folder, subfolder="tokenizer"),
@@ -254,14 +316,18 @@ def _first_layers_config(settings: dict[str, Any]) -> Qwen3Config:
 def _random(cfg: ModelConfig, placement: loading.Placement) -> dict[str, Any]:
     settings = loading.random_config(RANDOM, cfg)
     part = partial(loading.random, device=placement.device)
-    return {
-        "transformer": part(
-            lambda: Flux2Transformer2DModel(**settings["transformer"]), name="transformer", dtype=placement.dtype
+    return {  # the text encoder first: windowed, it leaves the device before the transformer comes
+        "text_encoder": _housed(
+            part(
+                lambda: Qwen3Model(Qwen3Config(**settings["text_encoder"])),
+                name="text_encoder",
+                dtype=placement.text_encoder_dtype,
+            ),
+            placement,
         ),
-        "text_encoder": part(
-            lambda: Qwen3Model(Qwen3Config(**settings["text_encoder"])),
-            name="text_encoder",
-            dtype=placement.text_encoder_dtype,
+        "transformer": residency.staged(
+            part(lambda: Flux2Transformer2DModel(**settings["transformer"]), name="transformer", dtype=placement.dtype),
+            placement,
         ),
         "vae": part(AutoencoderKLFlux2, name="vae", dtype=placement.vae_dtype),
         "tokenizer": RandomTokenizer(vocab_size=151936, eos_token_id=151645, pad_token_id=151643, model_max_length=512),

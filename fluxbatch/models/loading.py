@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +21,11 @@ import torch.nn.functional as F
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import SafetensorError
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fluxbatch import tiny
 from fluxbatch.config import ModelConfig
 from fluxbatch.errors import ConfigError, FluxbatchError
+from fluxbatch.models.trust import refuse_code
 
 logger = logging.getLogger("fluxbatch")
 
@@ -69,12 +70,24 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Placement:
-    """The one decision about device and dtypes. Every part of a model lives on the same device."""
+    """The one decision about device and dtypes. Every part of a model computes on the same device."""
 
     device: torch.device
     dtype: torch.dtype  # of the transformer
     text_encoder_dtype: torch.dtype
     vae_dtype: torch.dtype
+    windowed: bool = False  # the text encoder's layers live on the host: residency.py
+    staged: bool = False  # the transformer is quantised block by block on its way from the host
+
+    @property
+    def text_encoder_device(self) -> torch.device:
+        """Where the text encoder's weights are read to."""
+        return torch.device("cpu") if self.windowed else self.device
+
+    @property
+    def transformer_device(self) -> torch.device:
+        """Where the transformer's weights are read to."""
+        return torch.device("cpu") if self.staged else self.device
 
 
 def place(cfg: ModelConfig) -> Placement:
@@ -139,10 +152,11 @@ def model_folder(cfg: ModelConfig) -> Path:
         missing = _missing_file(folder, LAYOUTS[cfg.family])
         if missing is not None:
             raise ConfigError(f"model.path={cfg.path or folder}: {missing} is missing in {folder}")
+        refuse_code(folder, index=read_json(folder / "model_index.json"))
         _check_kind(folder, cfg)
     except OSError as error:  # a permission, a stale mount
         raise FluxbatchError(f"model.path={cfg.path}: {first_line(error)}") from error
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise FluxbatchError(f"model.path={cfg.path}: a .json file in it is not JSON: {error}") from error
     return folder
 
@@ -259,6 +273,7 @@ def stored(
     component: Any, folder: Path, *, subfolder: str, dtype: torch.dtype, device: torch.device, **options: Any
 ) -> Any:
     """One component with its stored weights, straight onto the device in its dtype. `component` is its class."""
+    start_s = time.perf_counter()
     try:
         module, info = component.from_pretrained(
             folder,
@@ -277,7 +292,7 @@ def stored(
     absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if absent:  # the libraries fill such tensors with random numbers and go on
         raise FluxbatchError(f"model.path={folder}: {subfolder} lacks {len(absent)} tensors, among them {absent[0]}")
-    log_component(subfolder, module)
+    log_component(subfolder, module, start_s=start_s)
     return module.eval()
 
 
@@ -293,7 +308,7 @@ def random(build: Callable[[], Any], *, name: str, dtype: torch.dtype, device: t
 
     Seeded, so that every process of a job has the same weights.
     """
-    before = torch.get_default_dtype()
+    before, start_s = torch.get_default_dtype(), time.perf_counter()
     torch.manual_seed(0)
     torch.set_default_dtype(dtype)
     try:
@@ -301,7 +316,8 @@ def random(build: Callable[[], Any], *, name: str, dtype: torch.dtype, device: t
             module = build().eval()
     finally:
         torch.set_default_dtype(before)
-    log_component(name, module)
+    if device.type != "meta":  # there it is only asked for its shapes
+        log_component(name, module, start_s=start_s)
     return module
 
 
@@ -311,17 +327,23 @@ def random_config(table: dict[str, dict[str, Any]], cfg: ModelConfig) -> dict[st
     return table[cfg.name]
 
 
-def log_component(name: str, module: nn.Module) -> None:
+def log_component(name: str, module: nn.Module, *, start_s: float) -> None:
     tensors = [*module.parameters(), *module.buffers()]
     first = next(module.parameters())
+    gib = sum(t.numel() * t.element_size() for t in tensors) / GIB
+    if first.is_cuda:
+        torch.cuda.synchronize(first.device)  # its copies, or its random numbers, may still be on their way
+    load_s = time.perf_counter() - start_s
     logger.info(
-        "%s: %s, %.2f M parameters, %s on %s, %.3f GiB",
+        "%s: %s, %.2f M parameters, %s on %s, %.3f GiB in %.1f s (%.2f GiB/s)",
         name,
         type(module).__name__,
         sum(p.numel() for p in module.parameters()) / 1e6,
         str(first.dtype).removeprefix("torch."),
         first.device,
-        sum(t.numel() * t.element_size() for t in tensors) / GIB,
+        gib,
+        load_s,
+        gib / load_s,
     )
 
 
@@ -344,21 +366,6 @@ def first_line(error: BaseException) -> str:
 # --- speed ------------------------------------------------------------------------------------------------------------
 
 
-def tune(transformer: Any, *, cfg: ModelConfig, placement: Placement) -> None:
-    """Attention back end and compilation. What cannot be had is logged and left out."""
-    head_dim = transformer.config.attention_head_dim
-    # Set it for every model: diffusers keeps the last choice for the whole process.
-    # Uncompiled, cuDNN's attention was the slower one on an H200 (180.7 against 172.5 ms a step of FLUX.1-dev).
-    wanted = cfg.compile == "regional" and _cudnn_attention(head_dim, placement)
-    backend = "_native_cudnn" if wanted else "native"
-    transformer.set_attention_backend(backend)
-    logger.info("transformer: attention %s, compile %s", backend, cfg.compile)
-    if cfg.compile == "regional" and placement.device.type == "cuda":
-        transformer.compile_repeated_blocks(fullgraph=True)
-    elif cfg.compile == "regional":
-        logger.warning("model.compile=regional is for CUDA; the transformer runs uncompiled on %s", placement.device)
-
-
 def fix_cpu_threads(cfg: ModelConfig) -> None:
     """CPU kernels round differently where they cut a tensor among threads: their number decides bits."""
     if _device(cfg.device).type == "cpu":
@@ -372,20 +379,3 @@ def decode_row_by_row_on_cpu(vae: Any) -> None:
     """CPU kernels cut a batch among threads anywhere, and round differently near a cut: whole rows keep their bits."""
     if vae.device.type == "cpu":
         vae.enable_slicing()
-
-
-def _cudnn_attention(head_dim: int, placement: Placement) -> bool:
-    """cuDNN's attention, where it was measured and found right: Hopper, 128 wide heads, half precision."""
-    device, dtype = placement.device, placement.dtype
-    if device.type != "cuda" or head_dim != 128 or dtype is torch.float32:
-        return False
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        return False
-    try:
-        query = torch.zeros(1, 1, 128, head_dim, dtype=dtype, device=device)
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            F.scaled_dot_product_attention(query, query, query)
-    except RuntimeError as error:
-        logger.warning("cuDNN attention cannot be used (%s); torch's own choice instead", first_line(error))
-        return False
-    return True

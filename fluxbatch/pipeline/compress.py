@@ -10,7 +10,7 @@ import itertools
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from fluxbatch.pipeline.transfer import HostBatch
 from fluxbatch.records import Request, RowFailure, RowResult
 
 USER_COMMENT_BYTES = 64_000  # a JPEG's EXIF segment holds 65,533 bytes, its own headers among them
+PATIENCE_S = 0.5  # between two looks whether a codec is still worth waiting for
 
 
 def compress(pixels: np.ndarray, request: Request, output: OutputConfig) -> bytes:
@@ -100,9 +101,13 @@ class CompressingBatch:
     def times(self) -> BatchTimes:
         return self.host.times
 
-    def collect(self) -> list[CompressedRow]:
-        """Wait for every row, in slot order."""
+    def collect(self, *, unless: Callable[[], bool] = lambda: False) -> list[CompressedRow]:
+        """Wait for every row, in slot order. None at all where they are not there and `unless` is true."""
         start_s = time.perf_counter()
+        with self.times.located("compress"):
+            while wait(self.rows, timeout=PATIENCE_S).not_done:
+                if unless():
+                    return []
         rows = [row.result() for row in self.rows]
         self.times.add_wait_ms("compress->commit", (time.perf_counter() - start_s) * 1e3)
         return rows

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fluxbatch.models import Model, PromptEmbeds
+from fluxbatch.models import Flow, Model, PromptEmbeds
 from fluxbatch.records import Bucket
 
 
@@ -30,41 +30,36 @@ def denoise(
     `FlowMatchEulerDiscreteScheduler.step`. `before_step` may raise to stop early.
     """
     latents = model.pack(noise.to(model.dtype))
-    schedule = model.schedule(bucket)
-    sigmas = schedule.sigmas
-    for timestep, sigma, sigma_next in zip(schedule.timesteps, sigmas[:-1], sigmas[1:], strict=True):
+    sigmas = model.schedule(bucket).sigmas
+    flow = _flow(model, embeds, negative_embeds, guidance, bucket)
+    for step in range(bucket.num_inference_steps):
         before_step()
-        if negative_embeds is None:
-            velocity = model.velocity(latents, timestep=timestep, embeds=embeds, guidance=guidance, bucket=bucket)
-        else:
-            velocity = _two_passes(model, latents, timestep, (negative_embeds, embeds), guidance, bucket)
+        velocity = flow(latents, step)
         if velocity.shape != latents.shape:
             raise ValueError(f"the transformer gave {tuple(velocity.shape)} for latents {tuple(latents.shape)}")
-        latents = (latents.float() + (sigma_next - sigma) * velocity).to(velocity.dtype)
+        latents = (latents.float() + (sigmas[step + 1] - sigmas[step]) * velocity).to(velocity.dtype)
     return latents
 
 
-def _two_passes(
-    model: Model,
-    latents: Tensor,
-    timestep: Tensor,
-    embeds: tuple[PromptEmbeds, PromptEmbeds],
-    guidance: Tensor,
-    bucket: Bucket,
-) -> Tensor:
-    """Classifier-free guidance, the negative and the positive pass in one forward of twice the batch.
+def _flow(
+    model: Model, embeds: PromptEmbeds, negative_embeds: PromptEmbeds | None, guidance: Tensor, bucket: Bucket
+) -> Flow:
+    """The model's flow, or with negative prompts that of classifier-free guidance: two passes in one launch.
 
     Ho and Salimans 2022, arXiv:2207.12598.
     """
-    negative_embeds, positive_embeds = embeds
-    both = model.velocity(
-        torch.cat([latents, latents]),
-        timestep=timestep,
-        embeds={name: torch.cat([negative_embeds[name], positive_embeds[name]]) for name in positive_embeds},
+    if negative_embeds is None:
+        return model.flow(embeds=embeds, guidance=guidance, bucket=bucket)
+    both = model.flow(
+        embeds={name: torch.cat([negative_embeds[name], embeds[name]]) for name in embeds},
         guidance=torch.cat([guidance, guidance]),
         bucket=bucket,
     )
-    negative, positive = both.chunk(2)
     scale_B11 = model.cfg_scale(guidance).view(-1, 1, 1)
-    # The float32 product is rounded once, as where diffusers multiplies by a Python number.
-    return negative + (scale_B11 * (positive - negative)).to(negative.dtype)
+
+    def guided(latents: Tensor, step: int) -> Tensor:
+        negative, positive = both(torch.cat([latents, latents]), step).chunk(2)
+        # The float32 product is rounded once, as where diffusers multiplies by a Python number.
+        return negative + (scale_B11 * (positive - negative)).to(negative.dtype)
+
+    return guided

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -25,15 +26,19 @@ import torch
 from torch import Tensor
 
 from fluxbatch.config import ModelConfig, OutputConfig, PipelineConfig
-from fluxbatch.models import Model, PromptEmbeds
+from fluxbatch.errors import ProcessLost
+from fluxbatch.models import Model, PromptEmbeds, memory
+from fluxbatch.models.compile_cache import CompileWatch
 from fluxbatch.pipeline import compress, transfer
-from fluxbatch.pipeline.decode import decode, padded
+from fluxbatch.pipeline.decode import decode, launch_size, padded
 from fluxbatch.pipeline.denoise import denoise
+from fluxbatch.pipeline.device import cuda_index, is_context_lost, is_out_of_memory
 from fluxbatch.pipeline.encode import PromptEncoder
 from fluxbatch.pipeline.prefetch import Prefetcher, StagedBatch, TokenizedBatch
 from fluxbatch.pipeline.ring import Channel, Ring, Stopped
 from fluxbatch.pipeline.timing import BatchTimes, waited
 from fluxbatch.pipeline.transfer import Drawn, HostBatch, LaunchedBatch, Streams, finite_rows
+from fluxbatch.pipeline.watch import Watch, Watchdog
 from fluxbatch.records import Batch, Bucket, CompressedBatch, RowFailure
 
 log = logging.getLogger(__name__)
@@ -50,30 +55,54 @@ def run_pipeline(
     model_cfg: ModelConfig,
     output: OutputConfig,
     draining: Callable[[], bool] = lambda: False,
+    stage_timeout_s: float = 0.0,
 ) -> Generator[CompressedBatch]:
     """Finished batches in order. Once `draining()` is true no further batch is launched.
 
     A row that fails is a result; any other exception of a stage is raised here, in the caller's thread, with its own
     traceback and a note of the place. Closing the iterator ends all threads.
+
+    `ProcessLost`, once all that is finished has been handed out, for a GPU that takes no more work, and for a stage
+    that gives no sign of life for `stage_timeout_s` (0: for ever); without a thread of its own such a stage ends the
+    process.
     """
     depth = 1 if pipeline.mode == "serial" else pipeline.depth
     inputs, outputs = Ring(depth, device=model.device), Ring(depth, device=model.device)
-    prefetch = Prefetcher(model, inputs, window=pipeline.encode_window, draining=draining)
+    watch = Watch()
+    prefetch = Prefetcher(model, inputs, window=pipeline.encode_window, draining=draining, watch=watch)
     launch = Launcher(model, prefetch, inputs, outputs, pipeline=pipeline, model_cfg=model_cfg)
     if pipeline.mode == "serial":
-        return _serial(prefetch.staged(batches), launch, outputs, output=output)
-    stages = _Stages(prefetch.staged(batches), launch, inputs, outputs, draining)
-    return _double_buffered(stages, output=output, depth=depth, workers=pipeline.compress_workers or usable_cores())
+        watchdog = Watchdog(watch, timeout_s=stage_timeout_s, on_hang=None)
+        return _explained(_serial(prefetch.staged(batches), launch, outputs, output=output, watchdog=watchdog))
+    stages = _Stages(prefetch.staged(batches), launch, inputs, outputs, draining, watch, stage_timeout_s)
+    workers = pipeline.compress_workers or usable_cores()
+    return _explained(_double_buffered(stages, output=output, depth=depth, workers=workers))
+
+
+def _explained(finished: Generator[CompressedBatch]) -> Generator[CompressedBatch]:
+    """A lost CUDA context is no row's fault and no bug of ours: one sentence with the place."""
+    try:
+        yield from finished
+    except RuntimeError as error:
+        if not is_context_lost(error):
+            raise
+        words = [*getattr(error, "__notes__", ()), str(error).partition("\n")[0]]
+        raise ProcessLost(
+            f"{': '.join(words)}: the GPU takes no more work from this process; "
+            "the rows in flight stay pending, the same command goes on"
+        ) from error
 
 
 def _serial(
-    staged: Iterator[StagedBatch], launch: Launcher, outputs: Ring, *, output: OutputConfig
+    staged: Iterator[StagedBatch], launch: Launcher, outputs: Ring, *, output: OutputConfig, watchdog: Watchdog
 ) -> Generator[CompressedBatch]:
-    for batch in staged:
-        host = transfer.receive(launch(batch))
-        rows = [compress.compress_row(host, row, output) for row in range(len(host.batch.requests))]
-        outputs.release(host.slot)
-        yield _finished(host, rows)
+    with watchdog:
+        for batch in staged:
+            host = transfer.receive(launch(batch))
+            with host.times.located("compress"):
+                rows = [compress.compress_row(host, row, output) for row in range(len(host.batch.requests))]
+            outputs.release(host.slot)
+            yield _finished(host, rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +112,8 @@ class _Stages:
     inputs: Ring
     outputs: Ring
     draining: Callable[[], bool]
+    watch: Watch
+    stage_timeout_s: float
 
 
 def _double_buffered(stages: _Stages, *, output: OutputConfig, depth: int, workers: int) -> Generator[CompressedBatch]:
@@ -100,20 +131,29 @@ def _double_buffered(stages: _Stages, *, output: OutputConfig, depth: int, worke
         for host in map(transfer.receive, waited(launched, "launch->transfer")):
             yield compress.submit(pool, host, output, release=partial(stages.outputs.release, host.slot))
 
-    try:
-        crew.start("prefetch", stages.staged, staged)
-        crew.start("launch", launches(), launched)
-        crew.start("transfer", submissions(), compressing)
-        idle_since_s = time.perf_counter()
-        for batch in waited(compressing, "compress->commit"):
-            rows = batch.collect()
+    with Watchdog(stages.watch, timeout_s=stages.stage_timeout_s, on_hang=crew.fail) as watchdog:
+        try:
+            crew.start("prefetch", stages.staged, staged)
+            crew.start("launch", launches(), launched)
+            crew.start("transfer", submissions(), compressing)
+            yield from _collected(waited(compressing, "compress->commit"), unless=lambda: watchdog.hung)
+        finally:
+            crew.stop(join_s=0.0 if watchdog.hung else JOIN_S)
+            pool.shutdown(wait=not watchdog.hung, cancel_futures=True)
+    crew.raise_error()
+
+
+def _collected(
+    batches: Iterator[compress.CompressingBatch], *, unless: Callable[[], bool]
+) -> Generator[CompressedBatch]:
+    """Each batch when its rows are there; once something hangs (`unless`), those that are there already."""
+    idle_since_s = time.perf_counter()
+    for batch in batches:
+        rows = batch.collect(unless=unless)
+        if rows:
             batch.times.add_wait_ms("transfer->compress", max(0.0, rows[0].start_s - idle_since_s) * 1e3)
             idle_since_s = max(row.end_s for row in rows)
             yield _finished(batch.host, rows)
-    finally:
-        crew.stop()
-        pool.shutdown(cancel_futures=True)
-    crew.raise_error()
 
 
 def _finished(host: HostBatch, rows: Sequence[compress.CompressedRow]) -> CompressedBatch:
@@ -126,13 +166,6 @@ def usable_cores() -> int:
     """Cores of this process, at most 16: by then the codecs keep up with any one GPU."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(16, cores)
-
-
-def cuda_index(device: torch.device) -> int:
-    """The number of a CUDA device, -1 for a CPU."""
-    if device.type != "cuda":
-        return -1
-    return torch.cuda.current_device() if device.index is None else device.index
 
 
 class Crew:
@@ -157,10 +190,10 @@ class Crew:
         except Stopped:
             return
         except BaseException as error:
-            self._fail(error)
+            self.fail(error)
         sink.close()
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """Batches whose pixels are on the host already are still handed out; the rest is dropped."""
         self._error = self._error or error
         self._last.close()
@@ -170,10 +203,10 @@ class Crew:
         for waited_on in self._upstream:
             waited_on.abort()
 
-    def stop(self) -> None:
+    def stop(self, *, join_s: float) -> None:
         self._abort()
         self._last.abort()
-        deadline_s = time.monotonic() + JOIN_S
+        deadline_s = time.monotonic() + join_s
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
 
@@ -217,26 +250,42 @@ class Launcher:
         )
         self._decode_max_pixels = model_cfg.decode_max_pixels
         self._max_rows: dict[Bucket, int] = {}  # what has fitted into memory after a launch that did not
+        self._max_decode_rows: dict[Bucket, int] = {}  # the same of the decoder's launches
         self._shapes: set[tuple[int, int, bool, int]] = set()
+        self._compile_watch = CompileWatch()
 
     @torch.inference_mode()
     def __call__(self, staged: StagedBatch) -> LaunchedBatch:
-        with torch.cuda.device(self._device_index):  # a new thread starts on device 0
+        with torch.cuda.device(self._device_index), self._observed(staged.times):  # a new thread starts on device 0
             tokenized = staged.tokenized
-            noise, guidance = transfer.copy_in(staged, self._inputs, self._streams, device=self._model.device)
+            upcoming = self._prefetch.take(tokenized)
+            inputs = self._attempt_twice(tokenized.times, partial(self._copy_in, staged))
+            self._inputs.release(staged.slot)
+            encoded = self._attempt_twice(tokenized.times, partial(self._prepare_prompts, tokenized, upcoming))
             drawn: list[Drawn] = []
-            failures = self._encode(tokenized)
-            if not failures:
-                drawn, failures = self._draw(tokenized, noise, guidance)
+            if isinstance(inputs, OutOfMemory):
+                failures = _all_fail(tokenized, inputs)
+            elif isinstance(encoded, OutOfMemory):
+                failures = _all_fail(tokenized, encoded)
+            else:
+                drawn, failures = self._draw(tokenized, *inputs)
             slot = self._outputs.acquire()
             return transfer.copy_out(tokenized, drawn, failures, slot, self._streams, device=self._model.device)
 
-    def _encode(self, tokenized: TokenizedBatch) -> dict[int, RowFailure]:
-        """The launch is as small as it gets: one more try with all memory given back, then the rows fail."""
-        upcoming = self._prefetch.take(tokenized)
-        work = partial(self._prepare_prompts, tokenized, upcoming)
-        outcome = self._attempt(tokenized.times, work) and self._attempt(tokenized.times, work)
-        return {row: _failure(outcome) for row in range(len(tokenized.prompts))} if outcome else {}
+    @contextmanager
+    def _observed(self, times: BatchTimes) -> Iterator[None]:
+        """What a launch needs at most, which the allocator knows at once, and what the first of a shape compiles."""
+        before = self._compile_watch.read()
+        memory.reset_peak(self._model.device)
+        yield
+        times.peak_gib = memory.peak_gib(self._model.device)
+        if times.first_of_shape and self._model.device.type == "cuda":
+            log.info("bucket %s, %d a launch: %s", times.batch.bucket.name, times.batch.plan.size,
+                     self._compile_watch.read() - before)  # fmt: skip
+
+    def _copy_in(self, staged: StagedBatch) -> tuple[Tensor, Tensor]:
+        with staged.times.located("transfer"):
+            return transfer.copy_in(staged, self._streams, device=self._model.device)
 
     def _prepare_prompts(self, tokenized: TokenizedBatch, upcoming: Sequence[TokenizedBatch]) -> None:
         with tokenized.times.stage("encode", on=self._model.device):
@@ -274,7 +323,7 @@ class Launcher:
 
     def _launch(
         self, tokenized: TokenizedBatch, noise: Tensor, guidance: Tensor, *, first_row: int, size: int
-    ) -> Drawn:
+    ) -> Drawn | OutOfMemory:
         """Draw up to `size` rows; the launch has that size in any case, padded with its last row."""
         times, bucket, device = tokenized.times, tokenized.batch.bucket, self._model.device
         rows = slice(first_row, first_row + size)
@@ -292,17 +341,43 @@ class Launcher:
                 negative_embeds=negative_embeds,
                 guidance=padded(guidance[rows], size),
                 bucket=bucket,
-                before_step=self._outputs.check,
+                before_step=partial(self._before_step, times),
             )
         denoise_finite = finite_rows(latents)
-        with times.stage("decode", on=device):
-            pixels, decode_finite, vae_dtype = decode(
-                self._model, latents, bucket=bucket, max_pixels=self._decode_max_pixels
-            )
+        decoded = self._decode(times, latents)
+        if isinstance(decoded, OutOfMemory):
+            return decoded
+        pixels, decode_finite, vae_dtype = decoded
         num_rows = len(tokenized.prompts[rows])
         finite_B3 = torch.stack([encode_finite, denoise_finite, decode_finite], dim=1)
         dtypes = (next(iter(embeds.values())).dtype, latents.dtype, vae_dtype)
         return Drawn(first_row, pixels[:num_rows], finite_B3[:num_rows], dtypes)
+
+    def _decode(self, times: BatchTimes, latents: Tensor) -> tuple[Tensor, Tensor, torch.dtype] | OutOfMemory:
+        """Pixels of the latents. The decoder's launches are halved where memory is short; the denoise stands."""
+        bucket = times.batch.bucket
+        area = bucket.height * bucket.width
+        rows = launch_size(len(latents), max_rows=max(1, self._decode_max_pixels // area))
+        rows = min(rows, self._max_decode_rows.get(bucket, rows))
+        while True:
+            outcome = self._attempt(times, partial(self._decode_launches, times, latents, max_pixels=rows * area))
+            if not isinstance(outcome, OutOfMemory) or rows == 1:
+                return outcome
+            rows //= 2
+            times.out_of_memory_splits += 1
+            self._max_decode_rows[bucket] = rows
+            log.warning("%s: out of memory; bucket %s goes on with %d images in a launch of the decoder (%s)",
+                        times.place, bucket.name, rows, outcome.message)  # fmt: skip
+
+    def _decode_launches(
+        self, times: BatchTimes, latents: Tensor, *, max_pixels: int
+    ) -> tuple[Tensor, Tensor, torch.dtype]:
+        with times.stage("decode", on=self._model.device):
+            return decode(self._model, latents, bucket=times.batch.bucket, max_pixels=max_pixels)
+
+    def _before_step(self, times: BatchTimes) -> None:
+        self._outputs.check()
+        times.alive()
 
     def _embeds(self, texts: Sequence[str], size: int) -> tuple[PromptEmbeds, Tensor]:
         return self._encoder.rows([*texts, *[texts[-1]] * (size - len(texts))])
@@ -315,12 +390,23 @@ class Launcher:
     def _attempt(self, times: BatchTimes, work: Callable[[], T]) -> T | OutOfMemory:
         try:
             return work()
-        except torch.OutOfMemoryError as error:
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             outcome = OutOfMemory(times.current_stage, str(error).partition("\n")[0])
         # Only now: inside the handler the exception's frames still hold every tensor of the attempt.
         gc.collect()
         torch.cuda.empty_cache()
         return outcome
+
+    def _attempt_twice(self, times: BatchTimes, work: Callable[[], T]) -> T | OutOfMemory:
+        """For work that cannot be made smaller: one more try with all memory given back."""
+        outcome = self._attempt(times, work)
+        return self._attempt(times, work) if isinstance(outcome, OutOfMemory) else outcome
+
+
+def _all_fail(tokenized: TokenizedBatch, outcome: OutOfMemory) -> dict[int, RowFailure]:
+    return {row: _failure(outcome) for row in range(len(tokenized.prompts))}
 
 
 def _failure(outcome: OutOfMemory) -> RowFailure:

@@ -16,6 +16,7 @@ from torch import Tensor
 from fluxbatch.models import Model
 from fluxbatch.pipeline.ring import Ring, Slot
 from fluxbatch.pipeline.timing import BatchTimes
+from fluxbatch.pipeline.watch import Watch
 from fluxbatch.records import Batch, Request
 
 TokenRow = dict[str, Tensor]  # each (S,)
@@ -57,8 +58,11 @@ class Prefetcher:
     At most `window` batches are tokenised ahead, and as many have noise as the ring has slots.
     """
 
-    def __init__(self, model: Model, ring: Ring, *, window: int, draining: Callable[[], bool]) -> None:
+    def __init__(
+        self, model: Model, ring: Ring, *, window: int, draining: Callable[[], bool], watch: Watch | None = None
+    ) -> None:
         self._model = model
+        self._watch = watch
         self._ring = ring
         self._window = window
         self._draining = draining
@@ -78,7 +82,7 @@ class Prefetcher:
         batch = None if self._draining() else next(source, None)
         if batch is None:
             return False
-        tokenized = tokenize(self._model, batch)
+        tokenized = tokenize(self._model, batch, self._watch)
         unstaged.append(tokenized)
         with self._lock:
             self._ahead.append(tokenized)
@@ -107,9 +111,9 @@ def draw_noise(noise: Tensor, *, seed: int) -> None:
     torch.randn(noise.shape, generator=torch.Generator("cpu").manual_seed(seed), out=noise)
 
 
-def tokenize(model: Model, batch: Batch) -> TokenizedBatch:
+def tokenize(model: Model, batch: Batch, watch: Watch | None = None) -> TokenizedBatch:
     """Each distinct text of the batch once."""
-    times = BatchTimes(batch)
+    times = BatchTimes(batch, watch)
     with times.stage("prefetch"):
         prompts = tuple(request.prompt for request in batch.requests)
         negatives = _negatives(batch.requests) if batch.bucket.negative_pass else ()

@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from fluxbatch.pipeline.ring import Stopped
+from fluxbatch.pipeline.watch import Watch
 from fluxbatch.records import Batch, StageTimes
 
 STAGES = ("prefetch", "encode", "denoise", "decode", "transfer", "compress")
@@ -24,11 +25,13 @@ CPU = torch.device("cpu")
 class BatchTimes:
     """The clocks of one batch. One thread at a time holds a batch, so nothing is locked."""
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: Batch, watch: Watch | None = None) -> None:
         self.batch = batch
+        self._watch = watch or Watch()
         self.current_stage = ""  # the last one entered
         self.first_of_shape = False
         self.out_of_memory_splits = 0
+        self.peak_gib: tuple[float, float] | None = None  # allocated, reserved
         self._spans_ms: dict[str, list[Callable[[], float]]] = {stage: [] for stage in STAGES}
         self._wait_ms = dict.fromkeys(HANDOVERS, 0.0)
 
@@ -42,8 +45,9 @@ class BatchTimes:
 
     @contextmanager
     def located(self, name: str) -> Iterator[None]:
-        """An exception that passes is told the stage and the batch."""
+        """An exception that passes is told the stage and the batch; one that takes for ever is noticed by the watch."""
         self.current_stage = name
+        self._watch.enter(self)
         try:
             yield
         except Stopped:
@@ -51,6 +55,12 @@ class BatchTimes:
         except BaseException as error:
             error.add_note(self.place)
             raise
+        finally:
+            self._watch.leave(self)
+
+    def alive(self) -> None:
+        """A sign of life of a stage that goes on."""
+        self._watch.enter(self)
 
     @property
     def place(self) -> str:
@@ -69,12 +79,15 @@ class BatchTimes:
 
     def read(self) -> StageTimes:
         """All of it, once the batch's last event has passed."""
+        allocated_gib, reserved_gib = self.peak_gib or (None, None)
         stages = {f"{stage}_ms": sum(span() for span in spans) for stage, spans in self._spans_ms.items()}
         return StageTimes(
             **stages,
             wait_ms=dict(self._wait_ms),
             first_of_shape=self.first_of_shape,
             out_of_memory_splits=self.out_of_memory_splits,
+            peak_allocated_gib=allocated_gib,
+            peak_reserved_gib=reserved_gib,
         )
 
 

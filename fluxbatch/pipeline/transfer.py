@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fluxbatch.pipeline.prefetch import StagedBatch, TokenizedBatch
-from fluxbatch.pipeline.ring import Ring, Slot
+from fluxbatch.pipeline.ring import Slot
 from fluxbatch.pipeline.timing import BatchTimes
 from fluxbatch.records import Batch, RowFailure
 
@@ -91,13 +91,12 @@ class HostBatch:
     times: BatchTimes
 
 
-def copy_in(staged: StagedBatch, ring: Ring, streams: Streams, *, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Noise and guidance on the device, safe to read on the compute stream; the slot goes back to its ring."""
+def copy_in(staged: StagedBatch, streams: Streams, *, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Noise and guidance on the device, safe to read on the compute stream; the slot may go back to its ring."""
     with torch.cuda.stream(streams.copy_in):
         inputs = [tensor.to(device, non_blocking=True, copy=True) for tensor in (staged.noise, staged.guidance)]
     staged.slot.record(streams.copy_in)
     streams.join(streams.compute, after=streams.copy_in, reads=inputs)
-    ring.release(staged.slot)
     noise, guidance = inputs
     return noise, guidance
 

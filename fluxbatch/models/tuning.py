@@ -1,0 +1,112 @@
+"""How the transformer is run: fused kernels or diffusers' modules, attention, compilation, precision.
+
+What a machine cannot do is refused here, before a weight is read, or logged and left out. Knows nothing of where
+weights lie.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fluxbatch.config import ModelConfig
+from fluxbatch.errors import ConfigError
+from fluxbatch.models.fused.blocks import Blocks
+from fluxbatch.models.loading import GIB, Placement, first_line
+
+logger = logging.getLogger("fluxbatch")
+
+MAX_COMPILED_SHAPES = 256
+KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def use_fused(cfg: ModelConfig, placement: Placement) -> bool:
+    """Whether the transformer and the VAE's decoder run on our fused operations.
+
+    `auto`: on CUDA in half precision, or wherever FP8 is asked for. ConfigError for what cannot be had.
+    """
+    if cfg.quantization == "fp8":
+        _check_fp8(cfg, placement)
+    if cfg.kernels == "fused" and cfg.compile != "off":
+        raise ConfigError(f"model.compile must be off with model.kernels=fused, got {cfg.compile}: nothing is compiled")
+    why_not = _why_not_fused(cfg, placement)
+    if cfg.kernels == "fused" and why_not:
+        raise ConfigError(f"model.kernels=fused needs {why_not}")
+    wanted = cfg.kernels == "fused" or cfg.quantization == "fp8"
+    return wanted or (
+        cfg.kernels == "auto" and cfg.compile == "off" and placement.device.type == "cuda" and not why_not
+    )
+
+
+def _why_not_fused(cfg: ModelConfig, placement: Placement) -> str | None:
+    """What is missing for the kernels; on a CPU the same operations run in plain torch."""
+    if placement.device.type != "cuda":
+        return None
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton, which comes with torch for CUDA"
+    if placement.dtype not in KERNEL_DTYPES:
+        return f"model.dtype=bfloat16 or float16, got {cfg.dtype}"
+    if torch.cuda.get_device_capability(placement.device) < (8, 0):
+        return f"a GPU of the Ampere generation or later, got {torch.cuda.get_device_name(placement.device)}"
+    return None
+
+
+def _check_fp8(cfg: ModelConfig, placement: Placement) -> None:
+    if cfg.kernels == "diffusers" or cfg.compile != "off":
+        raise ConfigError(
+            "model.quantization=fp8 needs model.kernels=auto or fused and model.compile=off, "
+            f"got {cfg.kernels} and {cfg.compile}"
+        )
+    if placement.device.type != "cuda":
+        logger.warning("fp8: this device has no such products; they are computed in float32 from FP8 numbers, slowly")
+    elif torch.cuda.get_device_capability(placement.device) < (8, 9):
+        name = torch.cuda.get_device_name(placement.device)
+        raise ConfigError(f"model.quantization=fp8 needs a GPU of the Ada or Hopper generation or later, got {name}")
+
+
+def log_fused(blocks: Blocks, cfg: ModelConfig) -> None:
+    weights = [weight for block in blocks.all() for weight in block.weights()]
+    logger.info(
+        "transformer: fused operations, attention %s, quantization %s, %.3f GiB of matrices",
+        "cudnn" if blocks.cudnn_attention else "native",
+        cfg.quantization,
+        sum(weight.numel() * weight.element_size() for weight in weights) / GIB,
+    )
+
+
+def prepare_plain(transformer: Any, *, cfg: ModelConfig, placement: Placement) -> None:
+    """Attention back end and compilation of diffusers' own module."""
+    # Set it for every model: diffusers keeps the last choice for the whole process.
+    # Uncompiled, cuDNN's attention was the slower one on an H200 (180.7 against 172.5 ms a step of FLUX.1-dev).
+    wanted = cfg.compile == "regional" and cudnn_attention(transformer.config.attention_head_dim, placement)
+    backend = "_native_cudnn" if wanted else "native"
+    transformer.set_attention_backend(backend)
+    logger.info("transformer: diffusers' modules, attention %s, compile %s", backend, cfg.compile)
+    if cfg.compile == "regional" and placement.device.type == "cuda":
+        # A graph a launch shape, never one for several: those are slower, and the default of 8 shapes is an error.
+        torch._dynamo.config.recompile_limit = MAX_COMPILED_SHAPES
+        transformer.compile_repeated_blocks(fullgraph=True, dynamic=False)
+    elif cfg.compile == "regional":
+        logger.warning("model.compile=regional is for CUDA; the transformer runs uncompiled on %s", placement.device)
+
+
+def cudnn_attention(head_dim: int, placement: Placement) -> bool:
+    """cuDNN's attention, where it was measured and found right: Hopper, 128 wide heads, half precision."""
+    device, dtype = placement.device, placement.dtype
+    if device.type != "cuda" or head_dim != 128 or dtype is torch.float32:
+        return False
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    try:
+        query = torch.zeros(1, 1, 128, head_dim, dtype=dtype, device=device)
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            F.scaled_dot_product_attention(query, query, query)
+    except RuntimeError as error:
+        logger.warning("cuDNN attention cannot be used (%s); torch's own choice instead", first_line(error))
+        return False
+    return True
