@@ -191,7 +191,12 @@ def _dtype_or_null(value: Any) -> bool:
     return value is None or value in DTYPES
 
 
+def _is_text_or_texts(value: Any) -> bool:
+    return all(isinstance(part, str) for part in (value if isinstance(value, list) else [value or ""]))
+
+
 RULES: tuple[Rule, ...] = (
+    ("manifest.path", _is_text_or_texts, "must be a path or a list of paths"),
     ("manifest.size_policy", *_one_of("reject", "floor")),
     ("manifest.on_duplicate", *_one_of("refuse", "keep_first")),
     ("manifest.memory_gib", lambda v: 0.1 <= v <= 1e6, "must be a number from 0.1 to a million"),

@@ -47,6 +47,7 @@ def test_every_model_composes_and_passes_the_door(model: str) -> None:
         ("model=nope", "model must be one of flux1_dev"),
         ("plan.shard_size=many", "plan.shard_size must be a whole number, got 'many'"),
         ("sampler.seed=1.5", "sampler.seed must be a whole number, got '1.5'"),
+        ("run.stage_timeout_s=-1", "run.stage_timeout_s must be a finite number of seconds >= 0 (0: no limit), got -1"),
         ("model.dtype=null", "model.dtype must be given, got null"),
         ("model.dtype=float8", "model.dtype must be one of float32, bfloat16, float16, got 'float8'"),
         ("model.text_encoder_dtype=float16", "must not be float16: T5 and Qwen3 overflow in it"),
@@ -179,8 +180,11 @@ def test_br35_an_unreadable_job_file_is_set_aside(tmp_path: Path, content: bytes
 
 def test_no_password_of_a_url_stands_in_a_file(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    job.open_job(folder, composed("manifest.path=[s3://key:secret@bucket/m.parquet,https://a/m?X-Signature=secret]"))
-    assert "secret" not in folder.job.read_text() and "bucket/m.parquet" in folder.job.read_text()
+    cfg = composed()
+    cfg.manifest.path = ["s3://key:secret@bucket/m.parquet", "https://host/m?X-Amz-Signature=secret"]
+    job.open_job(folder, cfg)
+    assert "secret" not in folder.job.read_text()
+    assert "bucket/m.parquet" in folder.job.read_text() and "https://host/m" in folder.job.read_text()
 
 
 @pytest.mark.parametrize(
@@ -241,3 +245,9 @@ def test_numbers_beyond_all_sense_and_bytes_that_are_no_utf8_are_refused() -> No
             composed(override)
     with pytest.raises(ConfigError, match=r"output\.dir must be UTF-8"):
         composed("output.dir=/tmp/b\udcff")
+
+
+@pytest.mark.parametrize("override", ["+manifest.path=nan", "+manifest.path=[a.parquet,7]", "+manifest.path={a: b}"])
+def test_a_manifest_path_that_is_no_text_is_refused(override: str) -> None:
+    with pytest.raises(ConfigError, match=r"manifest\.path must be a path or a list of paths, got"):
+        composed(override)
