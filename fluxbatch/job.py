@@ -14,6 +14,9 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
 from fluxbatch import __version__, commit
 from fluxbatch.config import JobConfig, fingerprint
 from fluxbatch.errors import ConfigError
@@ -46,6 +49,21 @@ def read_job(folder: RunFolder) -> dict[str, Any] | None:
         return stored if is_ours else None
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
+
+
+def recorded_config(stored: dict[str, Any]) -> JobConfig:
+    """The settings that a run folder was made with."""
+    try:
+        cfg = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(JobConfig), stored["settings"]))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"job.json holds settings that this version does not know: {error}") from error
+    assert isinstance(cfg, JobConfig)
+    return cfg
+
+
+def versions() -> dict[str, str | None]:
+    """What is installed of the packages that decide bytes."""
+    return {name: _version(name) for name in PACKAGES}
 
 
 Differences = dict[str, dict[str, Any]]  # by key, what it was and what it is
@@ -120,7 +138,7 @@ def _describe(cfg: JobConfig) -> dict[str, Any]:
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "settings": _without_secrets(asdict(cfg)),
         "fingerprint": settings_record(cfg),
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": versions(),
     }
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from fluxbatch import commit, config, job, ledger, preflight, ranks, report, shards
 from fluxbatch.batch_size import Machine, MeasuredSizes
-from fluxbatch.config import JobConfig
+from fluxbatch.config import JobConfig, RunConfig
 from fluxbatch.errors import EXIT_DONE, EXIT_ROW_ERRORS, ConfigError, FluxbatchError
 from fluxbatch.folder import RunFolder
 from fluxbatch.lease import Lease
@@ -29,7 +29,7 @@ from fluxbatch.planfile import RunPlan
 from fluxbatch.planner import Changes, add_redo, add_retry, prepare
 from fluxbatch.progress import Progress
 from fluxbatch.ranks import Rank
-from fluxbatch.records import Bucket, CompressedBatch, LaunchCost, RowCounts, ShardPlan
+from fluxbatch.records import Batch, Bucket, CompressedBatch, LaunchCost, RowCounts, ShardPlan
 from fluxbatch.share import Share
 from fluxbatch.stop import Stop, seconds_left
 
@@ -155,6 +155,16 @@ def _check_model(cfg: JobConfig) -> None:
     from fluxbatch.models import check_model
 
     check_model(cfg.model)
+
+
+def draw(cfg: JobConfig, batch: Batch) -> CompressedBatch:
+    """One batch by itself, in a launch of the size that it says. No run folder is looked at, nothing is written."""
+    from fluxbatch.pipeline.loop import run_pipeline
+
+    _check_model(cfg)
+    model = _load_model(cfg, ranks.resolve(RunConfig(rank=0, world_size=1), {}))
+    [done] = run_pipeline([batch], model, pipeline=cfg.pipeline, model_cfg=cfg.model, output=cfg.output)
+    return done
 
 
 def _load_model(cfg: JobConfig, rank: Rank) -> Model:
