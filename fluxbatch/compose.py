@@ -29,6 +29,7 @@ LITERAL_KEYS = (
     "model.compile_cache",
     "run.name",
     "run.deadline",
+    "run.reuse_from",
     "telemetry.prometheus_textfile",
 )
 FLAGS_WITH_VALUE = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--package", "-p", "--cfg",

@@ -132,6 +132,7 @@ class RunConfig:
     world_size: int | None = None
     retry_failed: bool = False
     on_change: str = "refuse"  # edited rows or other output-affecting settings; or redo
+    reuse_from: str | None = None  # an earlier run's folder: what is unchanged is taken over from it
     grace_s: float = 25.0
     stage_timeout_s: float = 1800.0  # 0: a stage may take for ever
     deadline: str | None = None  # ISO 8601, with a zone; or seconds from the start as +3600
@@ -267,7 +268,7 @@ def check(cfg: JobConfig) -> None:
 
 
 def _check_text(cfg: JobConfig) -> None:
-    for key in ("manifest.path", "output.dir", "model.path", "model.compile_cache", "run.name"):
+    for key in ("manifest.path", "output.dir", "model.path", "model.compile_cache", "run.name", "run.reuse_from"):
         if "\\udc" in ascii(setting(cfg, key)):  # how Python carries a byte that is no UTF-8
             raise ConfigError(f"{key} must be UTF-8, got {setting(cfg, key)!a}")
 

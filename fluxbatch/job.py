@@ -121,6 +121,15 @@ def record_redo(
     return record
 
 
+def record_reuse(folder: RunFolder, stored: dict[str, Any], reuse: dict[str, Any] | None) -> dict[str, Any]:
+    """Write down in job.json which run images were taken over from, and how many. The plan is the truth here too."""
+    if stored.get("reuse") == reuse:
+        return stored
+    record = {**stored, "reuse": reuse}
+    commit.replace_file(folder.job, _as_file(record))
+    return record
+
+
 def _set_aside_unreadable(folder: RunFolder) -> None:
     if folder.job.exists():
         aside = folder.job.with_name("job.json.unreadable")

@@ -20,7 +20,7 @@ RANKS = [
     {"writers", "make_manifest"},
     {"shards"},
     {"ledger", "stored_images"},
-    {"verify", "metrics", "progress", "one_row"},
+    {"verify", "metrics", "progress", "one_row", "reuse"},
     {"models", "repair"},
     {"pipeline"},
     {"card", "contact_sheet", "throughput", "preflight"},
