@@ -1,6 +1,9 @@
 """A transformer in one file: recognised from its header, dequantised bit for bit, drawn like the same weights plain."""
 
+import json
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from checkpoint_files import (
     quantised,
     write,
 )
+from diffusers import Flux2Transformer2DModel
 from diffusers.loaders import single_file_utils
 from safetensors.torch import load_file
 from test_parity import pixels
@@ -266,3 +270,64 @@ def fake_flux2(width: int, head: int) -> Tensors:
         shapes |= {f"{block}attn.to_qkv_mlp_proj": 9 * width, f"{block}attn.to_out": width}
         shapes |= {f"{block}attn.norm_{name}": head for name in ("q", "k")}
     return numbered(shapes)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+MEASURE = """
+import json, sys
+from pathlib import Path
+import torch
+from diffusers import Flux2Transformer2DModel
+from tiny_models import model_config
+from fluxbatch.models import loading
+from fluxbatch.models.checkpoints import convert
+
+def memory(name):  # bytes; getrusage would count what the parent had when it forked
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)]
+    return int(line.split()[1]) * 1024
+
+cfg = model_config(family="flux2", name="flux2_klein_4b", guidance="none", dtype="bfloat16", path=sys.argv[1])
+placement = loading.place(cfg)
+convert.fit(Path(sys.argv[1]), cfg=cfg, folder=Path(sys.argv[2]))  # what it imports is not counted
+before = memory("VmRSS")
+module = convert.stored_transformer(None, cfg=cfg, folder=Path(sys.argv[2]), placement=placement)
+sizes = [parameter.nbytes for parameter in module.parameters()]
+print(json.dumps({"peak": memory("VmHWM") - before, "result": sum(sizes), "largest": max(sizes)}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["nvfp4", "fp8", "plain"])
+def test_loading_takes_one_tensor_above_the_result(kind: str, tmp_path: Path) -> None:
+    """A FLUX.2 of klein-4B's width and four blocks, 1.7 GiB in bfloat16."""
+    config = {"num_layers": 2, "num_single_layers": 2, "num_attention_heads": 24, "joint_attention_dim": 7680}
+    with torch.device("meta"):
+        skeleton = Flux2Transformer2DModel(**config, guidance_embeds=False)
+    (tmp_path / "transformer").mkdir()
+    skeleton.save_config(tmp_path / "transformer")
+    plain = {key: torch.zeros(p.shape, dtype=torch.bfloat16) for key, p in skeleton.named_parameters()}
+    stored: Tensors = {}
+    for key, tensor in bfl(plain, family="flux2").items():
+        stored |= spelled(key, tensor, kind)
+    path = write(tmp_path / "model.safetensors", stored)
+    code = [sys.executable, "-c", MEASURE, str(path), str(tmp_path)]
+    done = subprocess.run(code, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    told = json.loads(done.stdout)
+    above = told["peak"] - told["result"]
+    print(kind, {name: f"{size / 2**20:.0f} MiB" for name, size in {**told, "above": above}.items()})
+    assert told["peak"] > 0.99 * told["result"]
+    assert above < told["largest"] + 2**26
+
+
+def spelled(key: str, tensor: torch.Tensor, kind: str) -> Tensors:
+    if kind == "plain" or not is_block(key) or tensor.ndim == 1:
+        return {key: tensor}
+    layer, (rows, columns) = key.removesuffix("weight"), tensor.shape
+    if kind == "fp8":
+        return {key: tensor.to(torch.float8_e4m3fn), f"{layer}weight_scale": torch.ones(())}
+    return {
+        key: torch.zeros(rows, columns // 2, dtype=torch.uint8),
+        f"{layer}weight_scale": torch.ones(rows, columns // 16).to(torch.float8_e4m3fn),
+        f"{layer}weight_scale_2": torch.ones(()),
+    }

@@ -19,16 +19,17 @@ from torch import Tensor, nn
 from fluxbatch.config import ModelConfig
 from fluxbatch.errors import ConfigError, FluxbatchError
 from fluxbatch.models import loading
+from fluxbatch.models.checkpoints import svdquant
 from fluxbatch.models.checkpoints.fp8 import Fp8
-from fluxbatch.models.checkpoints.names import Group, groups
+from fluxbatch.models.checkpoints.names import AFTER_GELU, Group, groups, modulation_chunks
 from fluxbatch.models.checkpoints.nvfp4 import Nvfp4
-from fluxbatch.models.checkpoints.recognise import FP8, NVFP4, Checkpoint, Module, recognise
+from fluxbatch.models.checkpoints.recognise import AWQ, FP8, NVFP4, SVDQUANT, UNUSED, Checkpoint, Module, recognise
 from fluxbatch.models.loading import Placement
 
 logger = logging.getLogger("fluxbatch")
 
-CHUNK_ELEMENTS = 2**24  # numbers that are in float32 at a time: 64 MiB, and what making them takes
-PADDING = {NVFP4: 16}  # both sides of a weight may be filled up to a multiple of this
+CHUNK_ELEMENTS = 2**22  # numbers that are in float32 at a time: 16 MiB, and what making them takes
+PADDING = {NVFP4: 16, SVDQUANT: svdquant.TILE}  # both sides of a weight may be filled up to a multiple of this
 
 Shapes = dict[str, tuple[int, ...]]  # a transformer's tensors by name
 
@@ -174,8 +175,11 @@ def _widths(group: Group, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _weight_shape(module: Module) -> tuple[int, ...]:
     """Of the numbers, as the file holds them."""
-    entry = module.entries.get("weight") or module.entries["scale"]
-    return (entry.shape[0], 2 * entry.shape[1]) if module.layout == NVFP4 else entry.shape
+    names = ("weight", "scale", "qweight")
+    shape = next(module.entries[name].shape for name in names if name in module.entries)
+    if module.layout in (NVFP4, SVDQUANT):
+        return shape[0], 2 * shape[1]
+    return (4 * shape[0], 2 * shape[1]) if module.layout == AWQ else shape
 
 
 def _fits(layout: str, held: int, wanted: int) -> bool:
@@ -207,15 +211,16 @@ def _fill(group: Group, parameters: Mapping[str, Tensor], checkpoint: Checkpoint
     column = 0
     biases: list[Tensor] = []
     shape = tuple(parameters[f"{group.targets[0]}.weight"].shape)
+    rows = sum(parameters[f"{target}.weight"].shape[0] for target in group.targets)
     for source, width in zip(group.sources, _widths(group, shape), strict=True):
-        weight, bias = _read(checkpoint, source, device)
+        weight, bias = _read(checkpoint, source, device, columns=width)
         for target, into, start, count in _segments(group, parameters):
             matrix = _matrix(parameters[f"{target}.weight"])[into : into + count, column : column + width]
             _copy(weight, matrix, start=start)
         biases += [] if bias is None else [bias.float()]
         column += width
     if biases:
-        whole = torch.stack(biases).sum(dim=0)
+        whole = torch.stack([bias[:rows] for bias in biases]).sum(dim=0)  # of both halves of a fused product
         for target, into, start, count in _segments(group, parameters):
             parameters[f"{target}.bias"][into : into + count].copy_(whole[start : start + count])
 
@@ -246,10 +251,17 @@ def _copy(weight: Weight, into: Tensor, *, start: int) -> None:
         into[first:last].copy_(_matrix(weight.rows(start + first, start + last))[:, :columns])
 
 
-def _read(checkpoint: Checkpoint, name: str, device: torch.device) -> tuple[Weight, Tensor | None]:
-    """A layer's weight and bias, on the device."""
+def _read(checkpoint: Checkpoint, name: str, device: torch.device, *, columns: int) -> tuple[Weight, Tensor | None]:
+    """A layer's weight and bias, where they are dequantised."""
     module = checkpoint.modules[name]
-    tensors = {word: checkpoint.header.read(f"{module.key}.{word}").to(device) for word in module.entries}
+    tensors = {word: checkpoint.header.read(f"{module.key}.{word}") for word in module.entries if word not in UNUSED}
+    if module.layout == SVDQUANT:
+        four_bit = svdquant.SvdQuant(tensors, columns=columns, after_gelu=name.endswith(AFTER_GELU))
+        return four_bit, four_bit.bias
+    if module.layout == AWQ:
+        modulation = svdquant.Awq(tensors, chunks=modulation_chunks(name))
+        return modulation, modulation.bias
+    tensors = {word: tensor.to(device) for word, tensor in tensors.items()}
     return _weight(module, tensors, checkpoint), tensors.get("bias")
 
 

@@ -75,6 +75,30 @@ SINGLE: dict[str, Table] = {
     },
     "flux2": {**SINGLE_NORMS, "linear1": ("attn.to_qkv_mlp_proj",), "linear2": ("attn.to_out",)},
 }
+# FLUX.1 as Nunchaku writes it: QKV fused; the two halves of a single block's `proj_out` apart; the rest diffusers'.
+NUNCHAKU_NORMS: Table = {f"norm_{name}": (f"attn.norm_{name}",) for name in ("q", "k", "added_q", "added_k")}
+NUNCHAKU_DOUBLE: Table = {
+    **NUNCHAKU_NORMS,
+    "norm1.linear": ("norm1.linear",),
+    "norm1_context.linear": ("norm1_context.linear",),
+    "qkv_proj": ("attn.to_q", "attn.to_k", "attn.to_v"),
+    "qkv_proj_context": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+    "out_proj": ("attn.to_out.0",),
+    "out_proj_context": ("attn.to_add_out",),
+    "mlp_fc1": ("ff.net.0.proj",),
+    "mlp_fc2": ("ff.net.2",),
+    "mlp_context_fc1": ("ff_context.net.0.proj",),
+    "mlp_context_fc2": ("ff_context.net.2",),
+}
+NUNCHAKU_SINGLE: Table = {
+    "norm_q": ("attn.norm_q",),
+    "norm_k": ("attn.norm_k",),
+    "norm.linear": ("norm.linear",),
+    "qkv_proj": ("attn.to_q", "attn.to_k", "attn.to_v"),
+    "mlp_fc1": ("proj_mlp",),
+}
+AFTER_GELU = "fc2"  # how the layers end whose input is a GELU's output
+MODULATION_CHUNKS = {"norm.linear": 3, "norm1.linear": 6, "norm1_context.linear": 6}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +114,12 @@ def groups(
     modules: Collection[str], targets: Collection[str], *, family: str, naming: str, num_blocks: tuple[int, int]
 ) -> Iterator[Group]:
     """Every layer of the transformer (`targets`) once, with what it is made of. `num_blocks`: double and single."""
-    found = _diffusers(targets) if naming == "diffusers" else _bfl(family, modules, num_blocks=num_blocks)
+    if naming == "diffusers":
+        found = _diffusers(targets)
+    elif naming == "nunchaku":
+        found = _nunchaku(targets, num_blocks=num_blocks)
+    else:
+        found = _bfl(family, modules, num_blocks=num_blocks)
     wanted = set(targets)
     return (group for group in found if wanted & set(group.targets))  # guidance embedders are not in every model
 
@@ -119,3 +148,20 @@ def _whole_or_split(source: str, targets: tuple[str, ...], modules: Collection[s
                 yield from (Group((stem + word,), (target,)) for word, target in zip(words, targets, strict=True))
                 return
     yield Group((source,), targets)
+
+
+def _nunchaku(targets: Collection[str], *, num_blocks: tuple[int, int]) -> Iterator[Group]:
+    yield from _diffusers([name for name in targets if "transformer_blocks." not in name])
+    for stem, table, count in zip(
+        ("transformer_blocks", "single_transformer_blocks"), (NUNCHAKU_DOUBLE, NUNCHAKU_SINGLE), num_blocks, strict=True
+    ):
+        for block in (f"{stem}.{index}" for index in range(count)):
+            for source, names in table.items():
+                yield Group((f"{block}.{source}",), tuple(f"{block}.{name}" for name in names))
+            if table is NUNCHAKU_SINGLE:
+                yield Group((f"{block}.out_proj", f"{block}.mlp_fc2"), (f"{block}.proj_out",))
+
+
+def modulation_chunks(name: str) -> int:
+    """How many shifts, scales and gates a modulation of diffusers' names has."""
+    return next(chunks for end, chunks in MODULATION_CHUNKS.items() if name.endswith(f".{end}"))

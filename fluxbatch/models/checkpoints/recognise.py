@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fluxbatch.errors import ConfigError
-from fluxbatch.models.checkpoints import nvfp4
+from fluxbatch.models.checkpoints import nvfp4, svdquant
 from fluxbatch.models.checkpoints.header import Entry, Header, read_header
 
 PREFIX = "model.diffusion_model."  # of the transformer in Comfy's files for everything
@@ -157,12 +157,30 @@ def _are_fp8_scales(entries: Mapping[str, Entry], words: set[str], *, rows: int)
 
 
 def _svdquant_layout(entries: Mapping[str, Entry], words: set[str]) -> str | None:
-    four_bit = {"qweight", "wscales", "smooth", "smooth_orig", "lora_down", "lora_up"}
-    if entries["qweight"].dtype == "I8" and four_bit - {"smooth_orig"} <= words <= four_bit | {"wtscale", "wcscales"}:
-        return SVDQUANT
-    if entries["qweight"].dtype == "I32" and words == {"qweight", "wscales", "wzeros"}:
-        return AWQ
+    four_bit = {"qweight", "wscales", "smooth", "lora_down", "lora_up"}
+    packed = entries["qweight"]
+    if len(packed.shape) != 2:
+        return None
+    if packed.dtype == "I8" and four_bit <= words <= four_bit | {"smooth_orig", "wtscale", "wcscales"}:
+        return SVDQUANT if _is_svdquant(entries, rows=packed.shape[0], columns=2 * packed.shape[1]) else None
+    if packed.dtype == "I32" and words == {"qweight", "wscales", "wzeros"} and "bias" in entries:
+        return AWQ if _is_awq(entries, rows=4 * packed.shape[0], columns=2 * packed.shape[1]) else None
     return None
+
+
+def _is_svdquant(entries: Mapping[str, Entry], *, rows: int, columns: int) -> bool:
+    scales, down, up = (entries[word] for word in ("wscales", "lora_down", "lora_up"))
+    group = svdquant.FP4_GROUP if scales.dtype == "F8_E4M3" else svdquant.INT4_GROUP
+    whole = rows % svdquant.TILE == columns % svdquant.TILE == 0 and scales.numel * group == rows * columns
+    rank = down.shape[-1]
+    low = down.shape == (columns, rank) and up.shape == (rows, rank) and rank % svdquant.RANK_TILE == 0
+    return whole and low and entries["smooth"].numel == columns
+
+
+def _is_awq(entries: Mapping[str, Entry], *, rows: int, columns: int) -> bool:
+    whole = rows % svdquant.AWQ_GROUP == columns % svdquant.AWQ_GROUP == 0
+    scales, zeros = entries["wscales"].shape, entries["wzeros"].shape
+    return whole and scales == zeros and scales[1:] == (rows,) and scales[0] * svdquant.AWQ_GROUP >= columns
 
 
 # --- labels and orders ------------------------------------------------------------------------------------------------
