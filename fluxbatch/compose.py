@@ -26,6 +26,7 @@ LITERAL_KEYS = (
     "manifest.path",
     "output.dir",
     "model.path",
+    "model.base",
     "model.compile_cache",
     "run.name",
     "run.deadline",
