@@ -53,7 +53,8 @@ class ModelConfig:
 
     name: str = MISSING
     family: str = MISSING  # flux1 or flux2
-    path: str | None = None  # a local folder in diffusers' layout, or a hub id
+    path: str | None = None  # a local folder in diffusers' layout, a hub id, or one file with a transformer
+    base: str | None = None  # beside such a file: the folder or hub id of all other components
     revision: str | None = None
     random_weights: bool = False  # full size from the built-in configuration; for speed only
     dtype: str = "bfloat16"
@@ -267,8 +268,13 @@ def check(cfg: JobConfig) -> None:
     _check_ranks(cfg.run)
 
 
+TEXT_KEYS = (
+    "manifest.path", "output.dir", "model.path", "model.base", "model.compile_cache", "run.name", "run.reuse_from",
+)  # fmt: skip
+
+
 def _check_text(cfg: JobConfig) -> None:
-    for key in ("manifest.path", "output.dir", "model.path", "model.compile_cache", "run.name", "run.reuse_from"):
+    for key in TEXT_KEYS:
         if "\\udc" in ascii(setting(cfg, key)):  # how Python carries a byte that is no UTF-8
             raise ConfigError(f"{key} must be UTF-8, got {setting(cfg, key)!a}")
 
@@ -331,9 +337,10 @@ def row_rules(cfg: JobConfig) -> RowRules:
 
 
 OUTPUT_AFFECTING = (
-    "model.name", "model.path", "model.revision", "model.random_weights", "model.dtype", "model.text_encoder_dtype",
-    "model.vae_dtype", "model.kernels", "model.quantization", "model.cpu_threads", "model.compile", "model.guidance",
-    "model.max_sequence_length", "model.encode_batch_size", "sampler.true_cfg_scale", "output.kind",
+    "model.name", "model.path", "model.base", "model.revision", "model.random_weights", "model.dtype",
+    "model.text_encoder_dtype", "model.vae_dtype", "model.kernels", "model.quantization", "model.cpu_threads",
+    "model.compile", "model.guidance", "model.max_sequence_length", "model.encode_batch_size",
+    "sampler.true_cfg_scale", "output.kind",
     "output.image_format", "output.quality", "output.png_level", "output.embed_parameters",
 )  # fmt: skip
 

@@ -251,3 +251,13 @@ def test_numbers_beyond_all_sense_and_bytes_that_are_no_utf8_are_refused() -> No
 def test_a_manifest_path_that_is_no_text_is_refused(override: str) -> None:
     with pytest.raises(ConfigError, match=r"manifest\.path must be a path or a list of paths, got"):
         composed(override)
+
+
+def test_br41_a_multirun_leaves_nothing_where_the_command_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    seen: list[int] = []
+    assert with_config(["-m", "plan.shard_size=10,20"], lambda cfg: seen.append(cfg.plan.shard_size) or 0) == 0
+    assert seen == [10, 20]
+    assert not list(tmp_path.iterdir())
