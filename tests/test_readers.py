@@ -204,6 +204,14 @@ def test_every_row_is_read_once_with_its_columns_and_pixels(
             assert np.array_equal(np.asarray(image.convert("RGB")), pixels)
 
 
+@pytest.mark.parametrize(("kind", "reader"), NAMES)
+def test_br29_ids_with_dots_are_as_many_rows_in_every_library(tmp_path: Path, kind: str, reader: str) -> None:
+    ids = ["img.v2.001", "img.v2.002", "v1.2/0001", ".hidden"]
+    manifest(tmp_path / "m.parquet", [row | {"id": row_id} for row, row_id in zip(rows(4), ids, strict=True)])
+    do(settings(tmp_path, f"output={kind}"))
+    assert sorted(row["id"] for row, _ in READERS[kind, reader](tmp_path / "run")) == sorted(ids)
+
+
 @pytest.mark.parametrize("kind", ["parquet", "webdataset", "folder"])
 @pytest.mark.parametrize("why", ["empty", "all failed"])
 def test_a_run_without_images_is_told_as_such_and_never_read_as_something_else(
