@@ -29,7 +29,7 @@ from tiny_models import model_config
 
 from fluxbatch import tiny
 from fluxbatch.config import ModelConfig
-from fluxbatch.models import check_model, load_model
+from fluxbatch.models import check_model, load_model, residency
 from fluxbatch.models.checkpoints import convert
 from fluxbatch.models.checkpoints.names import groups
 from fluxbatch.models.checkpoints.nvfp4 import Order
@@ -199,6 +199,35 @@ def test_the_embedded_model_needs_no_base(tmp_path: Path) -> None:
     folder = model_config(max_sequence_length=64)
     ours, theirs = (load_model(c, true_cfg_scale=2.0) for c in (cfg, folder))
     assert all((a == b).all() for a, b in zip(pixels(ours, ROWS[:1]), pixels(theirs, ROWS[:1]), strict=True))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kernels": "fused"},
+        {"kernels": "fused", "dtype": "bfloat16", "quantization": "fp8"},
+        {"dtype": "bfloat16", "quantization": "fp8", "residency": "windowed"},
+    ],
+)
+@pytest.mark.parametrize("family", ["flux1", "flux2"])
+def test_a_file_goes_on_like_a_folder(family: str, changes: dict[str, str], request: Any, tmp_path: Path) -> None:
+    """Fused operations, FP8 made of what was dequantised, text encoder layers on the host."""
+    base = request.getfixturevalue(f"{family}_base")
+    path = write(tmp_path / "model.safetensors", bfl(state(base), family=family))
+    ours = load_model(settings(family, base, path=str(path), **changes), true_cfg_scale=2.0)
+    folder = load_model(settings(family, None, path=str(base), **changes), true_cfg_scale=2.0)
+    assert all((a == b).all() for a, b in zip(pixels(ours, ROWS), pixels(folder, ROWS), strict=True))
+
+
+@pytest.mark.parametrize("family", ["flux1", "flux2"])
+def test_the_memory_of_a_file_is_foretold_as_that_of_the_folder(family: str, request: Any, tmp_path: Path) -> None:
+    """From the header: four-bit weights will take what they take once dequantised."""
+    base = request.getfixturevalue(f"{family}_base")
+    stored, _ = quantised(bfl(state(base), family=family), is_block, nvfp4, nvfp4_values)
+    path = write(tmp_path / "model.safetensors", stored)
+    assert residency._stored_shapes(settings(family, base, path=str(path))) == residency._stored_shapes(
+        settings(family, None, path=str(base))
+    )
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
