@@ -39,7 +39,7 @@ def card_data(report: Mapping[str, Any], *, schema: pa.Schema) -> dict[str, Any]
         "tags": ["fluxbatch", "synthetic", "text-to-image", settings["model"]["name"]],
         "size_categories": [size_category(written)],
     }
-    return data | (_data_files(settings["output"], schema) if written else {})
+    return data | _data_files(settings["output"], schema)
 
 
 def size_category(rows: int) -> str:

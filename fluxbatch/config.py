@@ -133,6 +133,7 @@ class RunConfig:
     world_size: int | None = None
     retry_failed: bool = False
     on_change: str = "refuse"  # edited rows or other output-affecting settings; or redo
+    reuse_from: str | None = None  # an earlier run's folder: what is unchanged is taken over from it
     grace_s: float = 25.0
     stage_timeout_s: float = 1800.0  # 0: a stage may take for ever
     deadline: str | None = None  # ISO 8601, with a zone; or seconds from the start as +3600
@@ -192,7 +193,12 @@ def _dtype_or_null(value: Any) -> bool:
     return value is None or value in DTYPES
 
 
+def _is_text_or_texts(value: Any) -> bool:
+    return all(isinstance(part, str) for part in (value if isinstance(value, list) else [value or ""]))
+
+
 RULES: tuple[Rule, ...] = (
+    ("manifest.path", _is_text_or_texts, "must be a path or a list of paths"),
     ("manifest.size_policy", *_one_of("reject", "floor")),
     ("manifest.on_duplicate", *_one_of("refuse", "keep_first")),
     ("manifest.memory_gib", lambda v: 0.1 <= v <= 1e6, "must be a number from 0.1 to a million"),
@@ -262,8 +268,13 @@ def check(cfg: JobConfig) -> None:
     _check_ranks(cfg.run)
 
 
+TEXT_KEYS = (
+    "manifest.path", "output.dir", "model.path", "model.base", "model.compile_cache", "run.name", "run.reuse_from",
+)  # fmt: skip
+
+
 def _check_text(cfg: JobConfig) -> None:
-    for key in ("manifest.path", "output.dir", "model.path", "model.base", "model.compile_cache", "run.name"):
+    for key in TEXT_KEYS:
         if "\\udc" in ascii(setting(cfg, key)):  # how Python carries a byte that is no UTF-8
             raise ConfigError(f"{key} must be UTF-8, got {setting(cfg, key)!a}")
 

@@ -105,6 +105,7 @@ def build_report(
         "complete": counts.pending == 0,
         "totals": throughput.totals(log),
         "buckets": _buckets(plan, throughput.by_bucket(log)),
+        "reuse": plan.reuse,
         "rejected_by_reason": {reason: found["rows"] for reason, found in rejected.items()},
         "failed_by_reason": {reason: found["rows"] for reason, found in failed.items()},
         "examples": {reason: found["example"] for reason, found in (rejected | failed).items()},

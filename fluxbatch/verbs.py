@@ -42,20 +42,23 @@ def plan(cfg: JobConfig) -> Answer:
     from fluxbatch.manifest import open_manifest
     from fluxbatch.plan import plan_part
     from fluxbatch.planner import survey
+    from fluxbatch.reuse import open_earlier
 
     _require_manifest(cfg)
     _warn_of_missing_model(cfg)
     _refuse_other_settings(RunFolder(config.output_dir(cfg)), cfg)
-    found = survey(open_manifest(cfg.manifest), config.row_rules(cfg), cfg.manifest)
+    found = survey(open_manifest(cfg.manifest), config.row_rules(cfg), cfg.manifest, earlier=open_earlier(cfg))
     sizes = RememberedSizes(cfg)
-    part = plan_part(found.counts, plan=cfg.plan, size_of=sizes)
+    part, taken = plan_part(found.counts, plan=cfg.plan, size_of=sizes), plan_part(found.taken, plan=cfg.plan)
     hours = estimate.gpu_hours(part, cfg)
     answer: dict[str, Any] = {
         "rows": found.rows,
-        "accepted": part.num_rows,
+        "accepted": part.num_rows + taken.num_rows,
         "rejected": sum(found.rejected.values()),
         "rejected_by_reason": dict(found.rejected),
         "rejected_examples": [asdict(example) for examples in found.examples.values() for example in examples],
+        "reuse": found.reuse and {"from": found.reuse["from"], **found.reuse["rows"]},
+        "to_render": part.num_rows,
         "buckets": [
             {
                 **asdict(run.bucket),
@@ -68,8 +71,8 @@ def plan(cfg: JobConfig) -> Answer:
         ],
         "batches": part.num_batches,
         "padded": part.num_padded,
-        "shards": part.num_shards,
-        "image_bytes": estimate.image_bytes(part, cfg),
+        "shards": part.num_shards + taken.num_shards,
+        "image_bytes": estimate.image_bytes(part, cfg) + estimate.image_bytes(taken, cfg),
         "hours": hours,
         "output_dir": str(config.output_dir(cfg)),
     }
@@ -91,6 +94,7 @@ def _plan_words(answer: dict[str, Any], cfg: JobConfig) -> str:
     lines = [f"{key}: {answer[key]:,}" for key in ("rows", "accepted", "rejected")]
     lines += [f"  {reason}: {number:,}" for reason, number in answer["rejected_by_reason"].items()]
     lines += [f"    row {e['row']}, id {e['id']}: {e['message']}" for e in answer["rejected_examples"]]
+    lines += _reuse_lines(answer)
     lines += [f"buckets: {len(answer['buckets'])}"]
     lines += [
         f"  {bucket['name']}: {bucket['rows']:,} rows in batches of {bucket['batch_size']}"
@@ -108,6 +112,17 @@ def _plan_words(answer: dict[str, Any], cfg: JobConfig) -> str:
             f"(a FLOP model at {cost.tflop_per_s:g} TFLOP/s)"
         ]
     return "\n".join([*lines, f"output: {answer['output_dir']}"])
+
+
+def _reuse_lines(answer: dict[str, Any]) -> list[str]:
+    found = answer["reuse"]
+    if not found:
+        return []
+    why = ", ".join(f"{found[state]:,} {state}" for state in ("changed", "added", "unwritten") if found[state])
+    return [
+        f"reused: {found['reused']:,} images of {found['from']}, where {found['removed']:,} more rows were",
+        f"to render: {answer['to_render']:,}" + (f" ({why})" if why else ""),
+    ]
 
 
 def status(cfg: JobConfig) -> Answer:
