@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,7 @@ from diffusers.loaders import single_file_utils
 from safetensors.torch import load_file
 from test_parity import pixels
 from test_parity import request as row
-from tiny_models import model_config
+from tiny_models import loud, model_config
 
 from fluxbatch import tiny
 from fluxbatch.config import ModelConfig
@@ -107,6 +108,21 @@ def test_a_comfy_nvfp4_file_of_flux2_draws_what_its_numbers_mean(
     assert_file_draws_what_its_numbers_mean(path, meant=meant, base=flux2_base, family="flux2")
     told = "FLUX.2 under Black Forest Labs' names, layers: 16 plain, 9 NVFP4 (high nibble first, swizzled scales)"
     assert f"model.path={path}: {told}" in caplog.messages
+
+
+@pytest.mark.parametrize("labeled", [False, True])
+def test_what_pads_sizes_to_16_is_cut_off(labeled: bool, flux2_base: Path, tmp_path: Path) -> None:
+    """A width of 24: QKV of 72 rows and 24 columns stored as 80 and 32."""
+    base = Path(shutil.copytree(flux2_base, tmp_path / "base"))
+    config = json.loads((base / "transformer" / "config.json").read_text())
+    narrow = {"num_attention_heads": 3, "attention_head_dim": 8, "axes_dims_rope": [2, 2, 2, 2]}
+    torch.manual_seed(4)
+    transformer = Flux2Transformer2DModel.from_config({**config, **narrow})
+    loud(transformer, gain=2.0).save_pretrained(base / "transformer")
+    stored, meant = quantised(bfl(state(base), family="flux2"), is_block, nvfp4, nvfp4_values)
+    assert stored["double_blocks.0.img_attn.qkv.weight"].shape == (80, 16)
+    path = write(tmp_path / "model.safetensors", stored, comfy_metadata(stored) if labeled else None)
+    assert_file_draws_what_its_numbers_mean(path, meant=meant, base=base, family="flux2")
 
 
 def test_a_modelopt_nvfp4_file_with_split_qkv_draws_what_its_numbers_mean(flux2_base: Path, tmp_path: Path) -> None:
