@@ -11,6 +11,7 @@ import importlib
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -18,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from fluxbatch import process
 from fluxbatch.commit import append, replace_file
 from fluxbatch.folder import RunFolder
 from fluxbatch.records import CompressedBatch, StageTimes
@@ -158,11 +160,23 @@ class MetricsLog:
         return line
 
 
+def record_start(folder: RunFolder, rank: int, *, gpu: str | None, rows_done: int, batches_to_make: int) -> None:
+    """One line for a start that has something to draw: what stood there already, and on what the rest is drawn."""
+    folder.logs.mkdir(parents=True, exist_ok=True)
+    line = {"time": _now(), "rank": rank, "host": process.host(), "job": os.environ.get("SLURM_JOB_ID"), "gpu": gpu}
+    line |= {"rows_done": rows_done, "batches_to_make": batches_to_make}
+    append(folder.starts(rank), json.dumps(line) + "\n", durable=False)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
 def batch_line(done: CompressedBatch, *, rank: int, wall_s: float) -> dict[str, Any]:
     """What one batch did, without the GPU. `images_per_s` counts written images only, never padding or failed rows."""
     plan, bucket = done.batch.plan, done.batch.bucket
     return {
-        "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "time": _now(),
         "rank": rank,
         "shard": plan.shard,
         "batch": plan.index,
@@ -200,9 +214,14 @@ class PeakMemory:
             log.info("peak GPU memory, %s: %.2f GiB allocated, %.2f reserved", bucket, allocated_gib, reserved_gib)
 
 
+def wait_key(handover: str) -> str:
+    """The log's key for the time that a hand-over's receiver stood idle."""
+    return f"wait_{handover.replace('->', '_')}_ms"
+
+
 def _times(times: StageTimes) -> dict[str, float | None]:
     stages = {f"{stage}_ms": finite(getattr(times, f"{stage}_ms")) for stage in STAGES}
-    waits = {f"wait_{name.replace('->', '_')}_ms": finite(times.wait_ms.get(name)) for name in HANDOVERS}
+    waits = {wait_key(name): finite(times.wait_ms.get(name)) for name in HANDOVERS}
     return stages | waits
 
 

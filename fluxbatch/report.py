@@ -5,14 +5,12 @@ Everything comes from the files of the run folder, while it runs and after. Know
 
 from __future__ import annotations
 
-import base64
 import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import jinja2
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -21,17 +19,17 @@ from PIL import Image
 from fluxbatch import throughput, writers
 from fluxbatch.card import dataset_card
 from fluxbatch.commit import replace_file
-from fluxbatch.contact_sheet import Sample, draw_sheet, take_samples
+from fluxbatch.contact_sheet import draw_sheet, take_samples
 from fluxbatch.errors import FluxbatchError
 from fluxbatch.folder import RunFolder
 from fluxbatch.lease import live_owners
 from fluxbatch.ledger import Ledger, failed_rows, row_counts
 from fluxbatch.metrics import finite
+from fluxbatch.page import render_html
 from fluxbatch.planfile import RunPlan
-from fluxbatch.progress import data_size, duration, one_line
 from fluxbatch.records import BatchPlan, Bucket, RowCounts
 
-TEMPLATE = "report.html.jinja"
+LISTED_ROWS = 20  # of each reason that a row was refused or failed for
 NOTHING = RowCounts(rows=0, written=0, failed=0, rejected=0, pending=0)
 
 
@@ -88,7 +86,7 @@ def write_report(folder: RunFolder, *, job: dict[str, Any]) -> dict[str, Any]:
     samples = take_samples(folder, plan, ledger, image_format=job["settings"]["output"]["image_format"])
     replace_file(folder.report_json, json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False).encode())
     replace_file(folder.contact_sheet, _encoded(draw_sheet(samples), "PNG", optimize=True))
-    replace_file(folder.report_html, render_html(report, samples, points=throughput.points(log)).encode())
+    replace_file(folder.report_html, render_html(report, samples).encode())
     replace_file(folder.card, dataset_card(report, schema=writers.data_schema(plan.schema)))
     return report
 
@@ -104,10 +102,17 @@ def build_report(
         **asdict(counts),
         "complete": counts.pending == 0,
         "totals": throughput.totals(log),
+        "occupancy": throughput.occupancy(log),
+        "over_time": throughput.over_time(log),
         "buckets": _buckets(plan, throughput.by_bucket(log)),
         "rejected_by_reason": {reason: found["rows"] for reason, found in rejected.items()},
         "failed_by_reason": {reason: found["rows"] for reason, found in failed.items()},
-        "examples": {reason: found["example"] for reason, found in (rejected | failed).items()},
+        "examples": {reason: found["listed"][0]["message"] for reason, found in (rejected | failed).items()},
+        "listed": {reason: found["listed"] for reason, found in (rejected | failed).items()},
+        "starts": throughput.starts(folder),
+        "rows_made_again": throughput.made_again(log),
+        "plan_parts": [{"kind": part.kind, "rows": part.num_rows} for part in plan.parts],
+        "changes": job.get("changes", []),
         "files": sum(len(lines) for lines in ledger.commits.values()),
         "bytes": _bytes(folder, ledger),
         "version": job["version"],
@@ -119,7 +124,9 @@ def build_report(
 
 def _buckets(plan: RunPlan, measured: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """In the order of the plan; rows that are planned once more are no further rows."""
-    unmeasured: dict[str, Any] = {"images": 0, "images_per_s": None, "median_ms": {}}
+    unmeasured: dict[str, Any]
+    unmeasured = {"images": 0, "images_per_s": None, "median_ms": {}, "ms_per_image": {}, "gpu_joules_per_image": None}
+    unmeasured |= {"peak_reserved_gib": None, "out_of_memory_splits": 0, "warm_up_s": None}
     return [
         {"bucket": bucket.name, **asdict(bucket), "rows": number, **measured.get(bucket.name, unmeasured)}
         for bucket, number in plan.bucket_rows().items()
@@ -129,7 +136,7 @@ def _buckets(plan: RunPlan, measured: Mapping[str, dict[str, Any]]) -> list[dict
 def _rejections(folder: RunFolder) -> dict[str, dict[str, Any]]:
     if not folder.rejected.exists():
         return {}
-    return _by_reason(pq.read_table(folder.rejected, columns=["reason", "message"], partitioning=None))
+    return _by_reason(pq.read_table(folder.rejected, columns=["reason", "row", "id", "message"], partitioning=None))
 
 
 def _failures(folder: RunFolder, plan: RunPlan, failed: Mapping[int, set[str]]) -> dict[str, dict[str, Any]]:
@@ -139,15 +146,20 @@ def _failures(folder: RunFolder, plan: RunPlan, failed: Mapping[int, set[str]]) 
         table = pq.read_table(folder.failed_shard(shard, plan.revisions.get(shard, 0)), partitioning=None)
         table = table.filter(pc.is_in(table["id"], value_set=pa.array(sorted(ids), pa.string())))
         reasons = pc.binary_join_element_wise(table["stage"], table["reason"], ": ")
-        tables.append(pa.table({"reason": reasons, "message": table["message"]}))
+        tables.append(table.select(["id", "attempts", "message"]).append_column("reason", reasons))
     return _by_reason(pa.concat_tables(tables)) if tables else {}
 
 
 def _by_reason(table: pa.Table) -> dict[str, dict[str, Any]]:
-    """Rows and one message for each reason, the most frequent first."""
-    groups = table.group_by("reason", use_threads=False).aggregate([("message", "count"), ("message", "first")])
+    """How many rows each reason has, and the first of them; the most frequent first."""
+    groups = table.group_by("reason", use_threads=False).aggregate([("message", "count")])
     ordered = groups.sort_by([("message_count", "descending"), ("reason", "ascending")]).to_pylist()
-    return {row["reason"]: {"rows": row["message_count"], "example": row["message_first"]} for row in ordered}
+    return {row["reason"]: {"rows": row["message_count"], "listed": _first(table, row["reason"])} for row in ordered}
+
+
+def _first(table: pa.Table, reason: str) -> list[dict[str, Any]]:
+    rows = table.filter(pc.equal(table["reason"], reason)).slice(0, LISTED_ROWS)
+    return rows.drop_columns("reason").to_pylist()
 
 
 def _bytes(folder: RunFolder, ledger: Ledger) -> int:
@@ -158,39 +170,7 @@ def _bytes(folder: RunFolder, ledger: Ledger) -> int:
     return sum(line.bytes for line in lines) + images
 
 
-def render_html(report: Mapping[str, Any], samples: Sequence[Sample], *, points: Sequence[float]) -> str:
-    """report.html: one file that needs nothing else. The template escapes every value; prompts come from anywhere."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("fluxbatch", "."),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"duration": duration, "number": _number, "bytes": data_size, "one_line": one_line}
-    pictures = [{"sample": sample, "uri": _data_uri(sample.image)} for sample in samples]
-    spark, peak = spark_line(points), max(points, default=0.0)
-    return environment.get_template(TEMPLATE).render(report=report, pictures=pictures, spark=spark, peak=peak)
-
-
-def spark_line(points: Sequence[float], *, width: int = 600, height: int = 80) -> str:
-    """The points of an SVG polyline: 0 at the floor, the highest below the ceiling. Empty for fewer than two."""
-    top = max(points, default=0)
-    if len(points) < 2 or top <= 0:
-        return ""
-    step = width / (len(points) - 1)
-    return " ".join(f"{i * step:.1f},{height - 2 - (height - 4) * value / top:.1f}" for i, value in enumerate(points))
-
-
-def _data_uri(image: Image.Image) -> str:
-    return "data:image/jpeg;base64," + base64.b64encode(_encoded(image, "JPEG", quality=90)).decode()
-
-
 def _encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, kind, **options)
     return buffer.getvalue()
-
-
-def _number(value: float | None, digits: int = 0) -> str:
-    return "–" if value is None else f"{value:,.{digits}f}"

@@ -23,7 +23,7 @@ from fluxbatch.folder import RunFolder
 from fluxbatch.lease import Lease
 from fluxbatch.ledger import Ledger
 from fluxbatch.manifest import open_manifest
-from fluxbatch.metrics import GpuSampler, MetricsLog, PeakMemory, write_prometheus
+from fluxbatch.metrics import GpuSampler, MetricsLog, PeakMemory, record_start, write_prometheus
 from fluxbatch.plan import SizeOf, batch_size
 from fluxbatch.planfile import RunPlan
 from fluxbatch.planner import Changes, add_redo, add_retry, prepare
@@ -113,6 +113,13 @@ def _render(share: Share, work: list[ShardPlan], loaded: Callable[[], Model], *,
         Progress(cfg.telemetry, total=before.rows - before.rejected, done=before.written + before.failed) as progress,
     ):
         metrics = MetricsLog(share.folder, share.rank.index, gpu)
+        record_start(
+            share.folder,
+            share.rank.index,
+            gpu=_device_name(model),
+            rows_done=before.written + before.failed,
+            batches_to_make=sum(map(len, share.missing.values())),
+        )
         previous = told = time.monotonic()
         for done in finished:
             share.commit(done)
@@ -215,6 +222,14 @@ def _device_uuid(model: Model) -> str | None:
     import torch
 
     return str(torch.cuda.get_device_properties(model.device).uuid)
+
+
+def _device_name(model: Model) -> str | None:
+    if model.device.type != "cuda":
+        return None
+    import torch
+
+    return torch.cuda.get_device_name(model.device)
 
 
 def _settle_settings(folder: RunFolder, description: dict[str, Any], cfg: JobConfig) -> dict[str, Any]:
