@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 
-from fluxbatch import __version__, config, verbs
+from fluxbatch import __version__, config, verbs, word_verbs
 from fluxbatch.compose import with_config
 from fluxbatch.config import JobConfig
 from fluxbatch.errors import EXIT_FATAL, EXIT_INTERRUPTED, ConfigError, FluxbatchError, ProcessLost
@@ -33,6 +33,8 @@ def _do_and_explain(arguments: list[str]) -> int:
             return 0
         if arguments[:1] == ["bench"]:
             return verbs.bench(arguments[1:])
+        if arguments and arguments[0] in word_verbs.VERBS:
+            return _do_words(*arguments)
         verb, as_json, overrides = _parse(arguments)
         return with_config(overrides, lambda cfg: _do(verbs.VERBS[verb], cfg, as_json=as_json))
     except ProcessLost as error:
@@ -53,15 +55,29 @@ def _parse(arguments: list[str]) -> tuple[str, bool, list[str]]:
     elif first in verbs.VERBS:
         verb, rest = first, arguments[1:]
     else:
-        raise ConfigError(f"the verb must be one of {', '.join([*verbs.VERBS, 'bench'])}, got {first!r}")
+        raise ConfigError(
+            f"the verb must be one of {', '.join([*verbs.VERBS, *word_verbs.VERBS, 'bench'])}, got {first!r}"
+        )
     if verb == "verify":
         rest = ["verify.repair=true" if argument == "--repair" else argument for argument in rest]
     return verb, "--json" in rest, [argument for argument in rest if argument != "--json"]
 
 
+def _do_words(verb: str, *arguments: str) -> int:
+    if "--help" in arguments:
+        _say(f"python -m fluxbatch {word_verbs.VERBS[verb].usage}")
+        return 0
+    words = word_verbs.read_words(verb, [argument for argument in arguments if argument != "--json"])
+    return _tell(word_verbs.VERBS[verb].do(words), as_json="--json" in arguments)
+
+
 def _do(verb: verbs.Verb, cfg: JobConfig, *, as_json: bool) -> int:
     config.check(cfg)
-    answer, words, code = verb(cfg)
+    return _tell(verb(cfg), as_json=as_json)
+
+
+def _tell(told: verbs.Answer, *, as_json: bool) -> int:
+    answer, words, code = told
     _say(json.dumps(answer, ensure_ascii=False, allow_nan=False) if as_json else words)
     return code
 

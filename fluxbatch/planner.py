@@ -140,7 +140,7 @@ def prepare(
             if edited and cfg.run.on_change == "refuse":
                 raise ManifestError(_edits_sentence(keys, spool, plan, manifest, rules, cfg))
             if edited:
-                published = _publish_redo(folder, plan, keys, spool, cfg.plan, identity=identity)
+                published = _publish_redo(folder, plan, keys, spool, cfg.plan, size_of, identity=identity)
                 if not published:
                     return prepare(folder, manifest, rules, cfg, size_of=size_of)
                 plan, redone = published, edited
@@ -181,7 +181,9 @@ def _reopened(folder: RunFolder) -> RunPlan:
     return plan
 
 
-def add_redo(folder: RunFolder, plan: RunPlan, cfg: JobConfig, *, settings: dict[str, Any]) -> RunPlan:
+def add_redo(
+    folder: RunFolder, plan: RunPlan, cfg: JobConfig, *, settings: dict[str, Any], size_of: SizeOf | None = None
+) -> RunPlan:
     """Plan every row again, for other output-affecting settings: a new part of kind `redo`, which holds them too."""
     counts: Counter[Bucket] = Counter()
     supersedes = {shard.index: None for shard in plan.shards() if shard.num_kept}
@@ -189,14 +191,14 @@ def add_redo(folder: RunFolder, plan: RunPlan, cfg: JobConfig, *, settings: dict
         for bucket, rows in _rows_by_bucket(plan, _LiveIds(plan)):
             spool.add(bucket, rows)
             counts[bucket] += rows.num_rows
-        part = _next_part(counts, plan, cfg.plan, kind="redo")
+        part = _next_part(counts, plan, cfg.plan, size_of, kind="redo")
         ours = publish_part(
             folder, part, spool.rows(part), schema=plan.schema, identity=plan.files[-1].identity,
             supersedes=supersedes, settings=settings,
         )  # fmt: skip
     planned = _reopened(folder)
     if not ours and planned.settings != settings:  # another process has added rows meanwhile
-        return add_redo(folder, planned, cfg, settings=settings)
+        return add_redo(folder, planned, cfg, settings=settings, size_of=size_of)
     return planned
 
 
@@ -235,7 +237,14 @@ def _rows_by_bucket(plan: RunPlan, ids: Mapping[int, set[str]]) -> Iterator[tupl
 
 
 def _publish_redo(
-    folder: RunFolder, plan: RunPlan, keys: _Keys, spool: _Spool, cfg: PlanConfig, *, identity: dict[str, Any]
+    folder: RunFolder,
+    plan: RunPlan,
+    keys: _Keys,
+    spool: _Spool,
+    cfg: PlanConfig,
+    size_of: SizeOf | None,
+    *,
+    identity: dict[str, Any],
 ) -> RunPlan | None:
     """Plan edited rows again, as they are now; None where another process has planned something else meanwhile."""
     gone = [row_id for row_id, row, *_ in keys.edited_examples(NAMED_EDITS) if row is None]
@@ -244,7 +253,7 @@ def _publish_redo(
             f"rows of the plan were edited so that they are rejected now (id {', '.join(map(_quoted, gone))}), and "
             "run.on_change=redo cannot make them; mend them, or take them out of the manifest"
         )
-    part = _next_part(keys.edited_counts(), plan, cfg, kind="redo")
+    part = _next_part(keys.edited_counts(), plan, cfg, size_of, kind="redo")
     rows = spool.rows(part, keys.edited_rows())
     places = keys.edited_places()
     publish = publish_part(folder, part, rows, schema=plan.schema, identity=identity, supersedes=places)

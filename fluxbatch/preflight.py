@@ -29,8 +29,8 @@ NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXD
 def probe_folder(folder: RunFolder) -> None:
     """Try what each commit relies on. Raises an OSError with its path (full, read-only, over quota, forbidden).
 
-    ConfigError for a file system without hard links, or for a folder of ours that is a symlink: nothing is ever
-    written outside `output.dir`. FluxbatchError where one name can be created twice.
+    ConfigError for a file system without hard links, or for a symlink in the folder: nothing is ever written outside
+    `output.dir`. FluxbatchError where one name can be created twice.
     """
     _refuse_symlinks(folder)
     folder.root.mkdir(parents=True, exist_ok=True)
@@ -49,11 +49,13 @@ def probe_folder(folder: RunFolder) -> None:
 
 
 def _refuse_symlinks(folder: RunFolder) -> None:
-    for path in folder.own_folders():
-        if path.is_symlink():
-            raise ConfigError(
-                f"output.dir must hold its own folders, but {path} is a symlink; nothing is written there"
-            )
+    """A link under a name of ours would be written through, or stand for ever in the way of what has that name."""
+    for place in (folder.root, *folder.own_folders()):
+        for entry in os.scandir(place) if place.is_dir() else ():
+            if entry.is_symlink() and not entry.name.startswith(commit.TEMPORARY_PREFIX):
+                raise ConfigError(
+                    f"output.dir must hold files of its own, but {entry.path} is a symlink, which is not followed"
+                )
 
 
 def _write(path: Path) -> None:

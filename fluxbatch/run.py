@@ -62,9 +62,9 @@ def run_job(cfg: JobConfig, *, load: LoadModel | None = None) -> tuple[RowCounts
         stop.leave = lease.release
         log.info("output.dir %s, rank %d of %d", folder.root, rank.index, rank.world_size)
         description = job.open_job(folder, cfg)
-        description = _settle_settings(folder, description, cfg)
         model = functools.cache(functools.partial(load or _load_model, cfg, rank))
         size_of = _size_of(cfg, rank, model, stop)
+        description = _settle_settings(folder, description, cfg, size_of)
         plan, changes = prepare(folder, open_manifest(cfg.manifest), config.row_rules(cfg), cfg, size_of=size_of)
         _say_changes(changes, description, cfg)
         redone = [
@@ -232,7 +232,7 @@ def _device_name(model: Model) -> str | None:
     return torch.cuda.get_device_name(model.device)
 
 
-def _settle_settings(folder: RunFolder, description: dict[str, Any], cfg: JobConfig) -> dict[str, Any]:
+def _settle_settings(folder: RunFolder, description: dict[str, Any], cfg: JobConfig, size_of: SizeOf) -> dict[str, Any]:
     """Refuse other output-affecting settings than the job's, or plan all rows again for them (run.on_change=redo)."""
     plan = RunPlan.open(folder)
     stored = plan.settings if plan and plan.settings else description["fingerprint"]
@@ -245,7 +245,7 @@ def _settle_settings(folder: RunFolder, description: dict[str, Any], cfg: JobCon
         return job.begin_again(folder, cfg)
     told = ", ".join(f"{key} was {change['was']!r}, is {change['is']!r}" for key, change in changed.items())
     log.warning("all rows are made again: %s", told)
-    add_redo(folder, plan, cfg, settings=job.settings_record(cfg))
+    add_redo(folder, plan, cfg, settings=job.settings_record(cfg), size_of=size_of)
     return description
 
 

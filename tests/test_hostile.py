@@ -1,6 +1,7 @@
 """Names and folders that mean harm: nothing is written outside the run folder, and no secret stands in a file."""
 
 import os
+import re
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from forge import forge
 from test_run import do, manifest, rows, settings, sound
 
 from fluxbatch import commit
-from fluxbatch.errors import FluxbatchError
+from fluxbatch.errors import ConfigError, FluxbatchError
 from fluxbatch.folder import RunFolder
 from fluxbatch.ledger import Ledger
 from fluxbatch.writers import stored_ids
@@ -21,7 +22,8 @@ from fluxbatch.writers import stored_ids
 KINDS = ("parquet", "webdataset", "folder")
 IDS = (
     "../../etc/x", "/etc/passwd", "..", ".", "...", ".hidden", "con", "CON.png", "nul", "a/b", "a\\b", "x" * 300,
-    "é" * 300, "🦊🔥", "v1.2/0001", "img.v2.001", "img.v2.002", "-rf", "--help", "$(touch pwned)", "`id`", "a\nb", "a\tb",
+    "é" * 300, "🦊🔥",
+    "v1.2/0001", "img.v2.001", "img.v2.002", "-rf", "--help", "$(touch pwned)", "`id`", "a\nb", "a\tb",
     "*", "~root", "%2e%2e%2f", "\u202egnp.exe", "metadata.jsonl", "METADATA", "shard-00000", ".tmp-x", "a:b", "ａ", "A",
 )  # fmt: skip
 
@@ -46,7 +48,7 @@ def test_br29_no_id_leads_outside_and_each_comes_back_as_it_was(tmp_path: Path, 
     for path in folder.data.glob("*.tar"):
         with tarfile.open(path) as tar:
             names += tar.getnames()
-    assert all(name == os.path.basename(name) and len(name.encode()) < 200 for name in names)
+    assert all("/" not in name and len(name.encode()) < 200 for name in names)
     assert not any(name.startswith(("..", "-", "~")) or name.isspace() for name in names)
     sound(folder.root)
 
@@ -70,7 +72,7 @@ STATE = ("job.json", "rejected.parquet", "plan.parquet", "ledger/rank-00000.json
          "data/shard-00000.parquet", "batches/batch-00000000.arrow", "failed/shard-00000.parquet")  # fmt: skip
 
 
-@pytest.mark.parametrize("content", ["empty", "text", "nothing"])
+@pytest.mark.parametrize("content", ["text", "nothing"])
 @pytest.mark.parametrize("name", STATE)
 def test_a_symlink_under_any_name_of_a_run_folder_is_not_written_through(
     tmp_path: Path, name: str, content: str
@@ -78,16 +80,14 @@ def test_a_symlink_under_any_name_of_a_run_folder_is_not_written_through(
     manifest(tmp_path / "m.parquet", rows(5))
     target = tmp_path / "victim"
     if content != "nothing":
-        target.write_text("" if content == "empty" else "precious\n")
+        target.write_text("precious\n")
     link = tmp_path / "run" / name
     link.parent.mkdir(parents=True)
     (tmp_path / "run" / "data").mkdir(exist_ok=True)  # a folder of ours, else it is refused as somebody's
     link.symlink_to(target)
     before = target.read_bytes() if content != "nothing" else None
-    try:
+    with pytest.raises(ConfigError, match=f"{re.escape(name)} is a symlink"):
         do(settings(tmp_path))
-    except (FluxbatchError, OSError) as error:
-        assert str(tmp_path) in str(error)
     assert (target.read_bytes() if target.exists() else None) == before
 
 
@@ -96,7 +96,7 @@ def test_a_folder_shard_that_is_a_symlink_is_not_filled(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "run" / "data").mkdir(parents=True)
     (tmp_path / "run" / "data" / "shard-00000").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises((FluxbatchError, OSError)):
+    with pytest.raises(ConfigError, match="is a symlink"):
         do(settings(tmp_path, "output=folder"))
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
@@ -135,7 +135,7 @@ def test_no_secret_of_the_environment_stands_in_a_file_or_in_the_log(tmp_path: P
         assert not found, f"{path} holds {found}"
 
 
-def test_a_run_folder_with_a_foreign_plan_of_pickles_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_run_folder_of_pickles_runs_no_code(tmp_path: Path) -> None:
     import pickle
 
     class Bomb:
@@ -144,18 +144,19 @@ def test_a_run_folder_with_a_foreign_plan_of_pickles_is_refused_by_name(tmp_path
 
     manifest(tmp_path / "m.parquet", rows(5))
     do(settings(tmp_path))
-    for name in ("plan.parquet", "job.json", "rejected.parquet", "ledger/rank-00000.jsonl", "locks/rank-00000.json"):
+    for name in ("job.json", "rejected.parquet", "ledger/rank-00000.jsonl", "locks/rank-00000.json"):
         (tmp_path / "run" / name).write_bytes(pickle.dumps(Bomb()))
-        try:
-            do(settings(tmp_path), FakeModel)
-        except FluxbatchError as error:
-            assert name in str(error)
+        assert do(settings(tmp_path), FakeModel)[1] == 0, "what can be made anew is made anew"
+    (tmp_path / "run" / "plan.parquet").write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(FluxbatchError, match=r"plan\.parquet"):
+        do(settings(tmp_path), FakeModel)
     assert not (tmp_path / "exploded").exists()
 
 
 def test_an_arrow_extension_type_in_a_manifest_runs_no_code(tmp_path: Path) -> None:
-    field = pa.field("x", pa.binary(), metadata={b"ARROW:extension:name": b"arrow.py_extension_type",
-                                                 b"ARROW:extension:metadata": b"cos\nmkdir\n(S'/tmp/pwned'\ntR."})  # fmt: skip
+    pickled = b"cos\nmkdir\n(S'/tmp/pwned'\ntR."
+    extension = {b"ARROW:extension:name": b"arrow.py_extension_type", b"ARROW:extension:metadata": pickled}
+    field = pa.field("x", pa.binary(), metadata=extension)
     schema = pa.schema([pa.field("id", pa.string()), pa.field("prompt", pa.string()), field])
     pq.write_table(pa.table([["a"], ["p"], [b"1"]], schema=schema), tmp_path / "m.parquet")
     do(settings(tmp_path))

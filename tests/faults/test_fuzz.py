@@ -33,6 +33,11 @@ def test_a_damaged_file_is_refused_in_one_sentence_or_makes_no_difference(door: 
     fuzz(door, QUICK[door], faults)
 
 
+def test_a_footer_that_ended_the_process_inside_arrow_is_refused(faults) -> None:
+    """Asked for the size of one column, pyarrow lets a C++ exception out; the planner reads a row first."""
+    fuzz("footer", 1, faults, seed=249)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("door", QUICK)
 def test_many_damaged_files(door: str, faults) -> None:

@@ -36,7 +36,8 @@ def test_memory_files_and_threads_are_flat_over_600_batches(tmp_path: Path, faul
 
 @pytest.mark.slow
 def test_memory_files_and_threads_are_flat_over_20000_batches(tmp_path: Path, faults) -> None:
-    """The README says how a quiet run went; here neighbours may work, so CPU time is compared."""
+    """The README says how a run went; neighbours slow single tenths down, so the best of each half are compared."""
     looks, whole = soak(tmp_path, 20_000)
     check_flat(looks, whole, mib=8)
-    assert looks[-2]["cpu_ms_a_batch"] < 1.25 * looks[WARM - 1]["cpu_ms_a_batch"]
+    first, second = (min(look["cpu_ms_a_batch"] for look in half) for half in (looks[:5], looks[5:]))
+    assert second < 1.15 * first
