@@ -137,6 +137,7 @@ class RunConfig:
     deadline: str | None = None  # ISO 8601, with a zone; or seconds from the start as +3600
     max_failed_fraction: float = 0.5
     fail_on_row_errors: bool = True
+    gpu_hour_price: float | None = None  # in any currency; `plan` and the report then tell the cost
 
 
 @dataclass
@@ -237,6 +238,7 @@ RULES: tuple[Rule, ...] = (
     ("run.grace_s", lambda v: 0 <= v < math.inf, "must be a finite number of seconds >= 0"),
     ("run.stage_timeout_s", lambda v: 0 <= v < math.inf, "must be a finite number of seconds >= 0 (0: no limit)"),
     ("run.max_failed_fraction", lambda v: 0 <= v <= 1, "must be from 0 to 1"),
+    ("run.gpu_hour_price", lambda v: v is None or 0 <= v < math.inf, "must be null or a finite number >= 0"),
     ("telemetry.interval_s", lambda v: 0 < v < math.inf, "must be a number of seconds > 0"),
     ("telemetry.progress", *_one_of("auto", "bar", "lines", "off")),
 )

@@ -120,6 +120,11 @@ def duration(seconds: float) -> str:
     return f"{minutes}:{rest:02d}" if minutes else f"{rest} s"
 
 
+def counted(number: int, one: str, many: str | None = None) -> str:
+    """`1 row`, `1,200 rows`."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
 def data_size(num_bytes: float) -> str:
     """`812 B`, `3.4 MB`: three digits, in powers of 1000."""
     for unit in ("B", "kB", "MB", "GB"):

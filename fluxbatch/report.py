@@ -41,7 +41,7 @@ def status(folder: RunFolder) -> dict[str, Any]:
     plan = RunPlan.open(folder)
     ledger = Ledger.read(folder, plan.revisions if plan else None)
     counts = row_counts(folder, plan, ledger) if plan else NOTHING
-    missing, drawn = _open_batches(folder, plan, ledger) if plan else ([], 0)
+    missing, drawn = open_batches(folder, plan, ledger) if plan else ([], 0)
     recent = throughput.recent_lines(folder)
     return {
         "run": folder.root.name,
@@ -56,7 +56,7 @@ def status(folder: RunFolder) -> dict[str, Any]:
     }
 
 
-def _open_batches(folder: RunFolder, plan: RunPlan, ledger: Ledger) -> tuple[list[BatchPlan], int]:
+def open_batches(folder: RunFolder, plan: RunPlan, ledger: Ledger) -> tuple[list[BatchPlan], int]:
     """The batches still to be made, and how many rows of open shards are drawn already."""
     on_disk = {int(path.stem.removeprefix("batch-")) for path in folder.batches.glob("batch-*.arrow")}
     pending = [batch for shard in plan.shards() if not ledger.complete(shard) for batch in shard.batches]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fluxbatch import commit, config, job, ledger, preflight, ranks, report, shards
+from fluxbatch import commit, config, forecast, job, ledger, preflight, ranks, report, shards
 from fluxbatch.batch_size import Machine, MeasuredSizes
 from fluxbatch.config import JobConfig
 from fluxbatch.errors import EXIT_DONE, EXIT_ROW_ERRORS, ConfigError, FluxbatchError
@@ -133,9 +133,17 @@ def _render(share: Share, work: list[ShardPlan], loaded: Callable[[], Model], *,
             previous = now
             budget.spend(done)
     peaks.say()
+    _remember_rates(share, _device_name(model))
     if truncated:
         log.warning("%d prompts were longer than model.max_sequence_length=%d and cut; their rows say truncated",
                     truncated, cfg.model.max_sequence_length)  # fmt: skip
+
+
+def _remember_rates(share: Share, device: str | None) -> None:
+    try:
+        forecast.remember_rates(share.folder, share.plan, share.cfg, device=device)
+    except OSError as error:  # the next plan's estimate is worth no job
+        log.warning("%s: what was measured cannot be kept: %s", error.filename, error.strerror)
 
 
 @dataclass

@@ -129,6 +129,26 @@ def _bucket_figures(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def launches(log: pa.Table) -> list[dict[str, Any]]:
+    """For each bucket: launched images (padding too) and seconds without first launches of a shape, seconds an image of
+    a quick and of a slow batch, seconds in first launches, and the peak memory. Buckets with fewer than three other
+    batches are left out."""
+    return _query(
+        log,
+        """
+        SELECT bucket, sum(images) FILTER (steady)::BIGINT AS launched, sum(wall_s) FILTER (steady) AS seconds,
+            quantile_cont(wall_s / images, 0.1) FILTER (steady) AS low_s,
+            quantile_cont(wall_s / images, 0.9) FILTER (steady) AS high_s,
+            coalesce(sum(wall_s) FILTER (NOT steady), 0) AS warm_up_s, max(peak_reserved_gib) AS peak_gib
+        FROM (
+            SELECT *, rows_ok + rows_failed + rows_padded AS images, NOT coalesce(first_of_shape, false) AS steady
+            FROM log WHERE wall_s > 0
+        )
+        GROUP BY bucket HAVING count(*) FILTER (steady) >= 3 ORDER BY bucket
+        """,
+    )
+
+
 def occupancy(log: pa.Table) -> dict[str, dict[str, float | None]]:
     """Of the wall time of all ranks: the share that each stage was at work, and that each receiver stood waiting.
 

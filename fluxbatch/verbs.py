@@ -8,11 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fluxbatch import config, estimate, job
+from fluxbatch import config, job
 from fluxbatch.config import JobConfig
 from fluxbatch.errors import EXIT_DISCREPANCY, EXIT_DONE, EXIT_ROW_ERRORS, ConfigError
 from fluxbatch.folder import RunFolder
-from fluxbatch.progress import data_size, duration
 from fluxbatch.records import RowCounts
 
 log = logging.getLogger(__name__)
@@ -37,44 +36,15 @@ def run(cfg: JobConfig) -> Answer:
 
 
 def plan(cfg: JobConfig) -> Answer:
-    """What a run would do, from the manifest alone. Writes nothing, loads no weights."""
-    from fluxbatch.batch_size import RememberedSizes
-    from fluxbatch.manifest import open_manifest
-    from fluxbatch.plan import plan_part
-    from fluxbatch.planner import survey
+    """What a run would do, from the manifest and what stands in the run folder. Writes nothing, loads no weights."""
+    from fluxbatch import forecast
 
     _require_manifest(cfg)
     _warn_of_missing_model(cfg)
     _refuse_other_settings(RunFolder(config.output_dir(cfg)), cfg)
-    found = survey(open_manifest(cfg.manifest), config.row_rules(cfg), cfg.manifest)
-    sizes = RememberedSizes(cfg)
-    part = plan_part(found.counts, plan=cfg.plan, size_of=sizes)
-    hours = estimate.gpu_hours(part, cfg)
-    answer: dict[str, Any] = {
-        "rows": found.rows,
-        "accepted": part.num_rows,
-        "rejected": sum(found.rejected.values()),
-        "rejected_by_reason": dict(found.rejected),
-        "rejected_examples": [asdict(example) for examples in found.examples.values() for example in examples],
-        "buckets": [
-            {
-                **asdict(run.bucket),
-                "name": run.bucket.name,
-                "rows": run.num_rows,
-                "batch_size": run.batch_size,
-                "measured_on": sizes.measured_on.get(run.bucket),
-            }
-            for run in part.runs
-        ],
-        "batches": part.num_batches,
-        "padded": part.num_padded,
-        "shards": part.num_shards,
-        "image_bytes": estimate.image_bytes(part, cfg),
-        "hours": hours,
-        "output_dir": str(config.output_dir(cfg)),
-    }
+    answer = forecast.forecast(cfg)
     row_errors = answer["rejected"] and cfg.run.fail_on_row_errors
-    return answer, _plan_words(answer, cfg), EXIT_ROW_ERRORS if row_errors else EXIT_DONE
+    return answer, forecast.words(answer), EXIT_ROW_ERRORS if row_errors else EXIT_DONE
 
 
 def _refuse_other_settings(folder: RunFolder, cfg: JobConfig) -> None:
@@ -85,29 +55,6 @@ def _refuse_other_settings(folder: RunFolder, cfg: JobConfig) -> None:
         planned = RunPlan.open(folder)
         settings = planned.settings if planned and planned.settings else stored["fingerprint"]
         job.refuse_differences(folder, job.differences(settings, cfg))
-
-
-def _plan_words(answer: dict[str, Any], cfg: JobConfig) -> str:
-    lines = [f"{key}: {answer[key]:,}" for key in ("rows", "accepted", "rejected")]
-    lines += [f"  {reason}: {number:,}" for reason, number in answer["rejected_by_reason"].items()]
-    lines += [f"    row {e['row']}, id {e['id']}: {e['message']}" for e in answer["rejected_examples"]]
-    lines += [f"buckets: {len(answer['buckets'])}"]
-    lines += [
-        f"  {bucket['name']}: {bucket['rows']:,} rows in batches of {bucket['batch_size']}"
-        + (f" (measured on {bucket['measured_on']})" if bucket["measured_on"] else "")
-        for bucket in answer["buckets"]
-    ]
-    lines += [f"batches: {answer['batches']:,} ({answer['padded']:,} padded places)", f"shards: {answer['shards']:,}"]
-    lines += [
-        f"bytes: about {data_size(answer['image_bytes'])} of images (a rule of thumb for {cfg.output.image_format})"
-    ]
-    if answer["hours"] is not None:
-        cost = estimate.COSTS[cfg.model.name]
-        lines += [
-            f"hours: about {answer['hours']:.2g} ({duration(answer['hours'] * 3600)}) on {cost.hardware} "
-            f"(a FLOP model at {cost.tflop_per_s:g} TFLOP/s)"
-        ]
-    return "\n".join([*lines, f"output: {answer['output_dir']}"])
 
 
 def status(cfg: JobConfig) -> Answer:

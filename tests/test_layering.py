@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "fluxbatch"
 RANKS = [
     {"errors", "records", "folder", "process", "tiny"},
     {"commit", "config", "user_cache"},
-    {"compose", "ranks", "stop", "lease", "job", "plan"},
+    {"compose", "ranks", "stop", "lease", "job", "plan", "rates"},
     {"rows", "estimate", "batch_size"},
     {"manifest", "planfile"},
     {"planner", "prompt_files"},
@@ -26,7 +26,7 @@ RANKS = [
     {"card", "charts", "contact_sheet", "throughput", "preflight"},
     {"page"},
     {"report"},
-    {"share"},
+    {"share", "forecast"},
     {"run"},
     {"bench"},
     {"verbs", "word_verbs"},
