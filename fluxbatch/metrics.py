@@ -235,30 +235,54 @@ def rate(images: int, wall_s: float) -> float | None:
     return finite(images / wall_s, digits=4) if wall_s > 0 else None
 
 
+SUCCESS_METRIC = "fluxbatch_last_success_timestamp_seconds"
 PROMETHEUS = (  # metric, help, key of the status
     ("fluxbatch_images_per_second", "Written images a second over the last batches.", "images_per_s"),
+    (
+        "fluxbatch_gpu_busy_ratio",
+        "Share of the time that the GPUs were in use, over the last batches.",
+        "gpu_busy_share",
+    ),
+    ("fluxbatch_gpu_power_watts", "Mean power of a GPU over the last batches.", "gpu_power_w"),
     ("fluxbatch_eta_seconds", "Time until the last row, at the present rate.", "eta_s"),
     ("fluxbatch_last_commit_timestamp_seconds", "Unix time of the last committed batch.", "last_commit"),
+    ("fluxbatch_seconds_since_last_commit", "Age of the last committed batch when this was written.", "commit_age_s"),
+    (SUCCESS_METRIC, "Unix time when a job that writes this file was complete last.", "last_success"),
+    ("fluxbatch_running_processes", "Live processes that work on this job.", "processes"),
     ("fluxbatch_complete", "1 when no row is pending.", "complete"),
 )
 
 
 def write_prometheus(path: str | Path, status: dict[str, Any]) -> None:
-    """Replace a file for node_exporter's textfile collector by `report.status`'s numbers; unknown ones are left out."""
+    """Replace a file for node_exporter's textfile collector by `report.status`'s numbers; unknown ones are left out.
+
+    The time of the last success outlives a run that has not succeeded yet: alerts ask how long ago it was.
+    """
     label = f'run="{_escaped_label(status["run"])}"'
     lines = ["# HELP fluxbatch_rows Manifest rows by what became of them.", "# TYPE fluxbatch_rows gauge"]
     lines += [
         f'fluxbatch_rows{{{label},state="{state}"}} {status[state]}'
         for state in ("written", "failed", "rejected", "pending")
     ]
+    known = status | {
+        "last_success": status["last_success"] or _last_success(Path(path)),
+        "commit_age_s": time.time() - _number(status["last_commit"]) if status["last_commit"] else None,
+        "processes": len(status["running"]),
+    }
     for metric, text, key in PROMETHEUS:
-        if status[key] is not None:
-            lines += [
-                f"# HELP {metric} {text}",
-                f"# TYPE {metric} gauge",
-                f"{metric}{{{label}}} {_number(status[key])}",
-            ]
+        if known[key] is not None:
+            value = _number(known[key])
+            lines += [f"# HELP {metric} {text}", f"# TYPE {metric} gauge", f"{metric}{{{label}}} {value}"]
     replace_file(Path(path), ("\n".join(lines) + "\n").encode())
+
+
+def _last_success(path: Path) -> float | None:
+    """What the file said before."""
+    try:
+        lines = path.read_text().splitlines()
+        return next((float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{SUCCESS_METRIC}{{")), None)
+    except (OSError, ValueError):
+        return None
 
 
 def _number(value: float | str) -> float:

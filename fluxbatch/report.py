@@ -9,6 +9,7 @@ import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from datetime import datetime
 from typing import Any
 
 import pyarrow as pa
@@ -25,9 +26,10 @@ from fluxbatch.folder import RunFolder
 from fluxbatch.lease import live_owners
 from fluxbatch.ledger import Ledger, failed_rows, row_counts
 from fluxbatch.metrics import finite
-from fluxbatch.page import render_html
+from fluxbatch.page import render_html, when
 from fluxbatch.planfile import RunPlan
-from fluxbatch.records import BatchPlan, Bucket, RowCounts
+from fluxbatch.progress import counted, duration
+from fluxbatch.records import BatchPlan, RowCounts
 
 LISTED_ROWS = 20  # of each reason that a row was refused or failed for
 NOTHING = RowCounts(rows=0, written=0, failed=0, rejected=0, pending=0)
@@ -43,17 +45,70 @@ def status(folder: RunFolder) -> dict[str, Any]:
     counts = row_counts(folder, plan, ledger) if plan else NOTHING
     missing, drawn = open_batches(folder, plan, ledger) if plan else ([], 0)
     recent = throughput.recent_lines(folder)
+    now = throughput.working(recent)
+    running = [f"{owner['host']} pid {owner['pid']} rank {owner['rank']}" for owner in live_owners(folder)]
+    last_commit = max((lines[-1]["time"] for lines in recent.values()), default=None)
     return {
         "run": folder.root.name,
         **asdict(counts),
         "in_open_shards": drawn,
         "complete": plan is not None and counts.pending == 0,
         "finished": folder.success.exists(),
-        "running": [f"{owner['host']} pid {owner['pid']} rank {owner['rank']}" for owner in live_owners(folder)],
-        "images_per_s": finite(throughput.images_per_s(throughput.working(recent)), digits=4),
-        "eta_s": _eta_s(plan, missing, throughput.working(recent)) if plan else None,
-        "last_commit": max((lines[-1]["time"] for lines in recent.values()), default=None),
+        "running": running,
+        "not_running_since": None if running else last_commit,
+        "bucket": now[min(now)][-1]["bucket"] if now else None,
+        "images_per_s": finite(throughput.images_per_s(now), digits=4),
+        "gpu_busy_share": finite(throughput.mean(now, "gpu_utilization_percent", scale=0.01), digits=4),
+        "gpu_power_w": finite(throughput.mean(now, "gpu_power_w")),
+        "eta_s": _eta_s(plan, missing, now) if plan else None,
+        "last_commit": last_commit,
+        "last_success": folder.success.stat().st_mtime if folder.success.exists() else None,
     }
+
+
+def status_words(found: Mapping[str, Any], *, now_s: float) -> str:
+    """The same for a person; `now_s` is Unix time."""
+    lines = [f"{key}: {found[key]}" for key in ("run", "rows", "written", "failed", "rejected")]
+    drawn = found["in_open_shards"]
+    pending = f"pending: {found['pending']}"
+    lines += [pending + (f" ({drawn} of them drawn and safe, in shards that are still open)" if drawn else "")]
+    lines += [f"state: {_state(found, now_s)}"]
+    if found["running"] and found["bucket"]:
+        lines += [f"bucket: {found['bucket']}"]
+    if found["images_per_s"] is not None:
+        lines += [f"rate: {found['images_per_s']:.3g} images/s" + ("" if found["running"] else " when it last ran")]
+    if found["running"] and found["gpu_busy_share"] is not None:
+        lines += [f"GPU: {found['gpu_busy_share']:.0%} in use, {_watts(found['gpu_power_w'])}"]
+    if found["pending"]:
+        lines += [f"time left: {_left(found)}"]
+    if found["last_commit"]:
+        lines += [f"last batch: {when(found['last_commit'])}, {_ago(found['last_commit'], now_s)} ago"]
+    return "\n".join(lines)
+
+
+def _state(found: Mapping[str, Any], now_s: float) -> str:
+    running = found["running"]
+    if running:
+        return f"{counted(len(running), 'process', 'processes')} running: {', '.join(running)}"
+    if found["finished"] and found["complete"]:
+        return "finished"
+    since = found["not_running_since"]
+    stopped = f"not running since {when(since)} ({_ago(since, now_s)})" if since else "not running, nothing drawn yet"
+    return f"{stopped}; the same run command goes on"
+
+
+def _left(found: Mapping[str, Any]) -> str:
+    if found["eta_s"] is None:
+        return "unknown, nothing has been drawn yet"
+    return f"about {duration(found['eta_s'])}" + ("" if found["running"] else " once it runs again")
+
+
+def _watts(power_w: float | None) -> str:
+    return "power unknown" if power_w is None else f"{power_w:.0f} W"
+
+
+def _ago(time: str, now_s: float) -> str:
+    return duration(max(0.0, now_s - datetime.fromisoformat(time).timestamp()))
 
 
 def open_batches(folder: RunFolder, plan: RunPlan, ledger: Ledger) -> tuple[list[BatchPlan], int]:
@@ -65,14 +120,10 @@ def open_batches(folder: RunFolder, plan: RunPlan, ledger: Ledger) -> tuple[list
 
 def _eta_s(plan: RunPlan, missing: Sequence[BatchPlan], ranks: Mapping[int, list[throughput.Line]]) -> int | None:
     """By pixels and steps, not rows: the largest images come first, so that rows would tell too long a time."""
-    work = {run.bucket.name: _work(run.bucket) for part in plan.parts for run in part.runs}
+    work = {run.bucket.name: run.bucket.work for part in plan.parts for run in part.runs}
     left = sum(work[batch.bucket.name] * batch.num_rows for batch in missing)
     speed = throughput.work_per_s(ranks, work)
     return 0 if not left else round(left / speed) if speed else None
-
-
-def _work(bucket: Bucket) -> int:
-    return bucket.height * bucket.width * bucket.num_inference_steps * (2 if bucket.negative_pass else 1)
 
 
 def write_report(folder: RunFolder, *, job: dict[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from fluxbatch.errors import EXIT_DONE, EXIT_ROW_ERRORS, ConfigError, FluxbatchE
 from fluxbatch.folder import RunFolder
 from fluxbatch.lease import Lease
 from fluxbatch.ledger import Ledger
+from fluxbatch.loggers import Loggers, require_loggers
 from fluxbatch.manifest import open_manifest
 from fluxbatch.metrics import GpuSampler, MetricsLog, PeakMemory, record_start, write_prometheus
 from fluxbatch.plan import SizeOf, batch_size
@@ -55,6 +56,7 @@ def run_job(cfg: JobConfig, *, load: LoadModel | None = None) -> tuple[RowCounts
         raise ConfigError(f"output.dir must be a folder, got the file {folder.root}")
     if load is None and not folder.success.exists():
         _check_model(cfg)
+    require_loggers(cfg.telemetry.loggers)
     preflight.probe_folder(folder)
     rank = ranks.resolve(cfg.run, os.environ)
     stop = Stop(grace_s=cfg.run.grace_s, deadline_s=seconds_left(cfg.run.deadline, os.environ))
@@ -110,7 +112,8 @@ def _render(share: Share, work: list[ShardPlan], loaded: Callable[[], Model], *,
         share,
         closing(finished),  # an exception here must not leave the stages' threads to a dying interpreter
         GpuSampler(cfg.telemetry.nvml, _device_uuid(model)) as gpu,
-        Progress(cfg.telemetry, total=before.rows - before.rejected, done=before.written + before.failed) as progress,
+        Loggers(cfg, share.folder, rank=share.rank.index) as loggers,
+        _progress(share, work, before) as progress,
     ):
         metrics = MetricsLog(share.folder, share.rank.index, gpu)
         record_start(
@@ -126,7 +129,9 @@ def _render(share: Share, work: list[ShardPlan], loaded: Callable[[], Model], *,
             peaks.add(done)
             truncated += sum(result.truncated for result in done.results)
             now = time.monotonic()
-            progress.update(metrics.record(done, wall_s=now - previous))
+            line = metrics.record(done, wall_s=now - previous)
+            progress.update(line)
+            loggers.log(line)
             if now - told >= cfg.telemetry.interval_s:
                 _tell_prometheus(share.folder, cfg)
                 told = now
@@ -137,6 +142,17 @@ def _render(share: Share, work: list[ShardPlan], loaded: Callable[[], Model], *,
     if truncated:
         log.warning("%d prompts were longer than model.max_sequence_length=%d and cut; their rows say truncated",
                     truncated, cfg.model.max_sequence_length)  # fmt: skip
+
+
+def _progress(share: Share, work: list[ShardPlan], before: RowCounts) -> Progress:
+    missing = list(share.missing_batches(work))
+    return Progress(
+        share.cfg.telemetry,
+        total=before.rows - before.rejected,
+        done=before.written + before.failed,
+        work={batch.bucket.name: batch.bucket.work for batch in missing},
+        work_left=sum(batch.bucket.work * batch.num_rows for batch in missing),
+    )
 
 
 def _remember_rates(share: Share, device: str | None) -> None:

@@ -82,6 +82,12 @@ def work_per_s(ranks: Mapping[int, list[Line]], work: Mapping[str, float]) -> fl
     return _summed_rate(ranks, done)
 
 
+def mean(ranks: Mapping[int, list[Line]], key: str, *, scale: float = 1.0) -> float | None:
+    """Of a number in the last batches of all these ranks; None where none of them knows it."""
+    values = [line[key] for lines in ranks.values() for line in lines if line.get(key) is not None]
+    return scale * sum(values) / len(values) if values else None
+
+
 def _summed_rate(ranks: Mapping[int, list[Line]], amounts: Sequence[Sequence[float]]) -> float | None:
     walls = [sum(line["wall_s"] or 0 for line in lines) for lines in ranks.values()]
     rates = [sum(amount) / wall_s for amount, wall_s in zip(amounts, walls, strict=True) if wall_s > 0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -62,8 +63,7 @@ def status(cfg: JobConfig) -> Answer:
     from fluxbatch import report
 
     found = report.status(_existing(cfg))
-    words = "\n".join(f"{key}: {_word(value)}" for key, value in found.items())
-    return found, words, EXIT_DONE
+    return found, report.status_words(found, now_s=time.time()), EXIT_DONE
 
 
 def verify(cfg: JobConfig) -> Answer:
@@ -134,9 +134,3 @@ def _existing(cfg: JobConfig) -> RunFolder:
 
 def _count_lines(counts: RowCounts) -> list[str]:
     return [f"{name}: {getattr(counts, name)}" for name in ("rows", "written", "failed", "rejected", "pending")]
-
-
-def _word(value: Any) -> str:
-    if value is None:
-        return "unknown"
-    return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -20,7 +20,7 @@ RANKS = [
     {"writers", "make_manifest"},
     {"shards"},
     {"ledger"},
-    {"verify", "metrics", "progress"},
+    {"verify", "metrics", "progress", "loggers"},
     {"models", "repair"},
     {"pipeline"},
     {"card", "charts", "contact_sheet", "throughput", "preflight"},

@@ -194,6 +194,41 @@ def test_status_of_a_finished_run(run: Run) -> None:
     json.dumps(found, allow_nan=False)
 
 
+NOW_S = datetime(2026, 1, 31, 8, tzinfo=UTC).timestamp()
+FOUND = {
+    "run": "night", "rows": 10, "written": 4, "failed": 0, "rejected": 1, "pending": 5, "in_open_shards": 2,
+    "complete": False, "finished": False, "running": ["node pid 7 rank 0"], "not_running_since": None,
+    "bucket": "64x64-4", "images_per_s": 3.414, "gpu_busy_share": 0.98, "gpu_power_w": 651.7, "eta_s": 7500,
+    "last_commit": "2026-01-31T07:59:48.000+00:00", "last_success": None,
+}  # fmt: skip
+
+
+def test_status_tells_a_person_what_is_happening() -> None:
+    assert report.status_words(FOUND, now_s=NOW_S).splitlines() == [
+        "run: night", "rows: 10", "written: 4", "failed: 0", "rejected: 1",
+        "pending: 5 (2 of them drawn and safe, in shards that are still open)",
+        "state: 1 process running: node pid 7 rank 0", "bucket: 64x64-4", "rate: 3.41 images/s",
+        "GPU: 98% in use, 652 W", "time left: about 2:05:00", "last batch: 2026-01-31 07:59:48 UTC, 12 s ago",
+    ]  # fmt: skip
+
+
+def test_status_of_a_run_that_stands_still_says_since_when_and_what_to_do() -> None:
+    found = FOUND | {"running": [], "not_running_since": "2026-01-31T05:00:00.000+00:00"}
+    words = report.status_words(found, now_s=NOW_S)
+    assert "state: not running since 2026-01-31 05:00:00 UTC (3:00:00); the same run command goes on" in words
+    assert "time left: about 2:05:00 once it runs again" in words and "GPU" not in words
+    done = report.status_words(found | {"pending": 0, "complete": True, "finished": True}, now_s=NOW_S)
+    assert "state: finished" in done and "time left" not in done
+    two = report.status_words(FOUND | {"running": ["a", "b"]}, now_s=NOW_S)
+    assert "2 processes running: a, b" in two
+
+
+def test_status_of_a_folder_where_nothing_was_drawn_yet(tmp_path: Path) -> None:
+    found = report.status(start(tmp_path, rows(3), config(tmp_path)).folder)
+    words = report.status_words(found, now_s=NOW_S)
+    assert "not running, nothing drawn yet" in words and "time left: unknown, nothing has been drawn yet" in words
+
+
 def log_line(rank: int, batch: int, *, ago_s: float = 0.0, ok: int = 4, wall_s: float = 2.0) -> dict[str, Any]:
     time = datetime(2026, 1, 31, tzinfo=UTC) - timedelta(seconds=ago_s)
     return {
