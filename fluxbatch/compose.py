@@ -7,6 +7,7 @@ import difflib
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,9 +26,11 @@ LITERAL_KEYS = (
     "manifest.path",
     "output.dir",
     "model.path",
+    "model.base",
     "model.compile_cache",
     "run.name",
     "run.deadline",
+    "run.reuse_from",
     "telemetry.prometheus_textfile",
 )
 FLAGS_WITH_VALUE = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--package", "-p", "--cfg",
@@ -53,8 +56,20 @@ def with_config(overrides: list[str], do: Callable[[JobConfig], int]) -> int:
             errors.append(error)
 
     _refuse_stray_words(overrides)
-    multirun = {"-m", "--multirun"} & set(overrides)
-    sys.argv = ["fluxbatch", *(overrides if multirun else map(_literal, overrides))]
+    with tempfile.TemporaryDirectory(prefix="fluxbatch-") as sweep_folder:
+        if {"-m", "--multirun"} & set(overrides):
+            # Hydra leaves a multirun.yaml in it, else where the command was given.
+            sys.argv = ["fluxbatch", f"hydra.sweep.dir={sweep_folder}", *overrides]
+        else:
+            sys.argv = ["fluxbatch", *map(_literal, overrides)]
+        _compose(task, overrides)
+    if errors:
+        raise errors[0]
+    return max(codes, default=0)
+
+
+def _compose(task: Callable[[DictConfig], None], overrides: list[str]) -> None:
+    """Let Hydra call `task`; what it and OmegaConf refuse becomes one sentence."""
     ConfigStore.instance().store(name="schema", node=JobConfig)
     # With it Hydra lets its errors through to us, instead of printing them and ending the process with 1.
     os.environ["HYDRA_FULL_ERROR"] = "1"
@@ -68,9 +83,6 @@ def with_config(overrides: list[str], do: Callable[[JobConfig], int]) -> int:
         raise ConfigError(f"{place} is not YAML: {error.problem}") from error
     except Exception as error:  # what Hydra makes of a group that is null, a number or a list
         raise ConfigError(f"{' '.join(overrides)} cannot be composed: {_first_line(str(error))}") from error
-    if errors:
-        raise errors[0]
-    return max(codes, default=0)
 
 
 def conf_folder() -> Path:

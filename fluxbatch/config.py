@@ -54,7 +54,8 @@ class ModelConfig:
 
     name: str = MISSING
     family: str = MISSING  # flux1 or flux2
-    path: str | None = None  # a local folder in diffusers' layout, or a hub id
+    path: str | None = None  # a local folder in diffusers' layout, a hub id, or one file with a transformer
+    base: str | None = None  # beside such a file: the folder or hub id of all other components
     revision: str | None = None
     random_weights: bool = False  # full size from the built-in configuration; for speed only
     dtype: str = "bfloat16"
@@ -133,6 +134,7 @@ class RunConfig:
     world_size: int | None = None
     retry_failed: bool = False
     on_change: str = "refuse"  # edited rows or other output-affecting settings; or redo
+    reuse_from: str | None = None  # an earlier run's folder: what is unchanged is taken over from it
     grace_s: float = 25.0
     stage_timeout_s: float = 1800.0  # 0: a stage may take for ever
     deadline: str | None = None  # ISO 8601, with a zone; or seconds from the start as +3600
@@ -194,7 +196,12 @@ def _dtype_or_null(value: Any) -> bool:
     return value is None or value in DTYPES
 
 
+def _is_text_or_texts(value: Any) -> bool:
+    return all(isinstance(part, str) for part in (value if isinstance(value, list) else [value or ""]))
+
+
 RULES: tuple[Rule, ...] = (
+    ("manifest.path", _is_text_or_texts, "must be a path or a list of paths"),
     ("manifest.size_policy", *_one_of("reject", "floor")),
     ("manifest.on_duplicate", *_one_of("refuse", "keep_first")),
     ("manifest.memory_gib", lambda v: 0.1 <= v <= 1e6, "must be a number from 0.1 to a million"),
@@ -266,8 +273,13 @@ def check(cfg: JobConfig) -> None:
     _check_ranks(cfg.run)
 
 
+TEXT_KEYS = (
+    "manifest.path", "output.dir", "model.path", "model.base", "model.compile_cache", "run.name", "run.reuse_from",
+)  # fmt: skip
+
+
 def _check_text(cfg: JobConfig) -> None:
-    for key in ("manifest.path", "output.dir", "model.path", "model.compile_cache", "run.name"):
+    for key in TEXT_KEYS:
         if "\\udc" in ascii(setting(cfg, key)):  # how Python carries a byte that is no UTF-8
             raise ConfigError(f"{key} must be UTF-8, got {setting(cfg, key)!a}")
 
@@ -330,9 +342,10 @@ def row_rules(cfg: JobConfig) -> RowRules:
 
 
 OUTPUT_AFFECTING = (
-    "model.name", "model.path", "model.revision", "model.random_weights", "model.dtype", "model.text_encoder_dtype",
-    "model.vae_dtype", "model.kernels", "model.quantization", "model.cpu_threads", "model.compile", "model.guidance",
-    "model.max_sequence_length", "model.encode_batch_size", "sampler.true_cfg_scale", "output.kind",
+    "model.name", "model.path", "model.base", "model.revision", "model.random_weights", "model.dtype",
+    "model.text_encoder_dtype", "model.vae_dtype", "model.kernels", "model.quantization", "model.cpu_threads",
+    "model.compile", "model.guidance", "model.max_sequence_length", "model.encode_batch_size",
+    "sampler.true_cfg_scale", "output.kind",
     "output.image_format", "output.quality", "output.png_level", "output.embed_parameters",
 )  # fmt: skip
 

@@ -5,7 +5,7 @@ On a folder that holds a run already it tells what is left. Knows no weights and
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -25,6 +25,7 @@ from fluxbatch.progress import counted, data_size, duration
 from fluxbatch.rates import Known, Observed
 from fluxbatch.records import BatchPlan, Bucket
 from fluxbatch.report import open_batches
+from fluxbatch.reuse import open_earlier
 
 SHOWN_BUCKETS = 20
 CPU = "a CPU"  # as a device of rates
@@ -33,17 +34,18 @@ CPU = "a CPU"  # as a device of rates
 def forecast(cfg: JobConfig) -> dict[str, Any]:
     """The plan of a job, what is left of it, and what that will take."""
     folder, manifest = RunFolder(config.output_dir(cfg)), open_manifest(cfg.manifest)
-    found = survey(manifest, config.row_rules(cfg), cfg.manifest)
+    found = survey(manifest, config.row_rules(cfg), cfg.manifest, earlier=open_earlier(cfg))
     sizes = RememberedSizes(cfg)
-    part = plan_part(found.counts, plan=cfg.plan, size_of=sizes)
+    part, taken = plan_part(found.counts, plan=cfg.plan, size_of=sizes), plan_part(found.taken, plan=cfg.plan)
     standing = RunPlan.open(folder)
     there = _standing(folder, standing, manifest, found, cfg) if standing else None
     work = list(_left(folder, standing, found, cfg, sizes) if standing else _planned(part))
     known = _known(folder, standing, cfg)
-    return _answer(found, part, sizes, cfg) | {"run": there, **_costs(work, cfg, known), "output_dir": str(folder.root)}
+    costs = _costs(work, cfg, known, copied=[] if standing else list(_planned(taken)))
+    return _answer(found, part, taken, sizes) | {"run": there, **costs, "output_dir": str(folder.root)}
 
 
-def _answer(found: Survey, part: PlanPart, sizes: RememberedSizes, cfg: JobConfig) -> dict[str, Any]:
+def _answer(found: Survey, part: PlanPart, taken: PlanPart, sizes: RememberedSizes) -> dict[str, Any]:
     buckets = [
         {
             **asdict(run.bucket),
@@ -58,14 +60,16 @@ def _answer(found: Survey, part: PlanPart, sizes: RememberedSizes, cfg: JobConfi
     ]
     return {
         "rows": found.rows,
-        "accepted": part.num_rows,
+        "accepted": part.num_rows + taken.num_rows,
         "rejected": sum(found.rejected.values()),
         "rejected_by_reason": dict(found.rejected),
         "rejected_examples": [asdict(example) for examples in found.examples.values() for example in examples],
+        "reuse": found.reuse and {"from": found.reuse["from"], **found.reuse["rows"]},
+        "to_render": part.num_rows,
         "buckets": buckets,
         "batches": part.num_batches,
         "padded": part.num_padded,
-        "shards": part.num_shards,
+        "shards": part.num_shards + taken.num_shards,
     }
 
 
@@ -74,7 +78,7 @@ def _standing(folder: RunFolder, plan: RunPlan, manifest: Manifest, found: Surve
     ledger = Ledger.read(folder, plan.revisions)
     same = plan.planned == {"manifest_digest": manifest.digest, "rules": asdict(config.row_rules(cfg))}
     counts = row_counts(folder, plan, ledger)
-    accepted = sum(found.counts.values())
+    accepted = sum(found.counts.values()) + sum(found.taken.values())
     return {
         "written": counts.written,
         "failed": counts.failed,
@@ -98,7 +102,8 @@ def _left(folder: RunFolder, plan: RunPlan, found: Survey, cfg: JobConfig, size_
     for bucket, batches in missing.items():
         yield Work(bucket, sum(batch.num_rows for batch in batches), sum(batch.size for batch in batches))
     planned = plan.bucket_rows()
-    added = {bucket: rows - planned.get(bucket, 0) for bucket, rows in found.counts.items()}
+    rows_now = Counter(found.counts) + Counter(found.taken)
+    added = {bucket: rows - planned.get(bucket, 0) for bucket, rows in rows_now.items()}
     grown = {bucket: rows for bucket, rows in added.items() if rows > 0}
     yield from _planned(plan_part(grown, plan=cfg.plan, size_of=size_of))
 
@@ -114,9 +119,9 @@ def _known(folder: RunFolder, plan: RunPlan | None, cfg: JobConfig) -> list[Know
     return known + [of for of in remembered if of.bucket not in own and of.device == (device or CPU)]
 
 
-def _costs(work: Sequence[Work], cfg: JobConfig, known: Sequence[Known]) -> dict[str, Any]:
-    """Bytes, hours, price and memory of what is to be drawn."""
-    size, size_rests_on = estimate.image_bytes(work, cfg, known, codec=rates.codec(cfg.output))
+def _costs(work: Sequence[Work], cfg: JobConfig, known: Sequence[Known], *, copied: Sequence[Work]) -> dict[str, Any]:
+    """Hours, price and memory of what is to be drawn, and bytes of that and of what an earlier run gives."""
+    size, size_rests_on = estimate.image_bytes([*work, *copied], cfg, known, codec=rates.codec(cfg.output))
     hours = estimate.gpu_hours(work, cfg, known)
     largest = max((part.bucket for part in work), key=lambda bucket: bucket.height * bucket.width, default=None)
     return {
@@ -159,6 +164,7 @@ def words(answer: Mapping[str, Any]) -> str:
     lines = [f"{key}: {answer[key]:,}" for key in ("rows", "accepted", "rejected")]
     lines += [f"  {reason}: {number:,}" for reason, number in answer["rejected_by_reason"].items()]
     lines += [f"    row {e['row']}, id {e['id']}: {e['message']}" for e in answer["rejected_examples"]]
+    lines += _reuse_lines(answer)
     lines += _bucket_lines(answer["buckets"])
     lines += [f"batches: {answer['batches']:,} ({answer['padded']:,} padded places)", f"shards: {answer['shards']:,}"]
     lines += _run_lines(answer)
@@ -170,6 +176,17 @@ def words(answer: Mapping[str, Any]) -> str:
     return "\n".join(
         [*lines, *_hour_lines(answer), *_memory_lines(answer["memory"]), f"output: {answer['output_dir']}"]
     )
+
+
+def _reuse_lines(answer: Mapping[str, Any]) -> list[str]:
+    found = answer["reuse"]
+    if not found:
+        return []
+    why = ", ".join(f"{found[state]:,} {state}" for state in ("changed", "added", "unwritten") if found[state])
+    return [
+        f"reused: {found['reused']:,} images of {found['from']}, where {found['removed']:,} more rows were",
+        f"to render: {answer['to_render']:,}" + (f" ({why})" if why else ""),
+    ]
 
 
 def _bucket_lines(buckets: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -14,6 +14,9 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
 from fluxbatch import __version__, commit
 from fluxbatch.config import JobConfig, fingerprint
 from fluxbatch.errors import ConfigError
@@ -46,6 +49,21 @@ def read_job(folder: RunFolder) -> dict[str, Any] | None:
         return stored if is_ours else None
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
+
+
+def recorded_config(stored: dict[str, Any]) -> JobConfig:
+    """The settings that a run folder was made with."""
+    try:
+        cfg = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(JobConfig), stored["settings"]))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"job.json holds settings that this version does not know: {error}") from error
+    assert isinstance(cfg, JobConfig)
+    return cfg
+
+
+def versions() -> dict[str, str | None]:
+    """What is installed of the packages that decide bytes."""
+    return {name: _version(name) for name in PACKAGES}
 
 
 Differences = dict[str, dict[str, Any]]  # by key, what it was and what it is
@@ -103,6 +121,15 @@ def record_redo(
     return record
 
 
+def record_reuse(folder: RunFolder, stored: dict[str, Any], reuse: dict[str, Any] | None) -> dict[str, Any]:
+    """Write down in job.json which run images were taken over from, and how many. The plan is the truth here too."""
+    if stored.get("reuse") == reuse:
+        return stored
+    record = {**stored, "reuse": reuse}
+    commit.replace_file(folder.job, _as_file(record))
+    return record
+
+
 def _set_aside_unreadable(folder: RunFolder) -> None:
     if folder.job.exists():
         aside = folder.job.with_name("job.json.unreadable")
@@ -120,7 +147,7 @@ def _describe(cfg: JobConfig) -> dict[str, Any]:
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "settings": _without_secrets(asdict(cfg)),
         "fingerprint": settings_record(cfg),
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": versions(),
     }
 
 

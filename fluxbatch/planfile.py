@@ -51,6 +51,7 @@ class PlanFile:
     group_starts: np.ndarray  # and one more: the number of rows
     supersedes: Mapping[int, frozenset[int] | None]  # shard: places of the rows that a redo makes again; None: all
     settings: dict[str, Any] | None  # output-affecting ones, from this part on
+    reuse: dict[str, Any] | None  # the earlier run that this part was compared with; `taken`: its images are these rows
 
 
 class RunPlan:
@@ -159,12 +160,33 @@ class RunPlan:
         rows = self._range(self._file(plan.shard), plan.first_row, plan.num_rows)
         return Batch(plan=plan, requests=tuple(_requests(rows)))
 
+    @property
+    def reuse(self) -> dict[str, Any] | None:
+        """What was compared with an earlier run and taken over from it, over all parts; None without one."""
+        found = [(file.reuse, file.part.num_rows) for file in self.files if file.reuse]
+        if not found:
+            return None
+        compared = [reuse for reuse, _ in found if not reuse["taken"]]
+        first = (compared or [reuse for reuse, _ in found])[0]
+        counts = {name: sum(reuse["rows"][name] for reuse in compared) for name in first["rows"]}
+        counts["reused"] = sum(num_rows for reuse, num_rows in found if reuse["taken"])
+        return {"from": first["from"], **counts, "examples": first["examples"]}
+
+    def taken(self, shard: int) -> Path | None:
+        """The run folder that a shard's images are taken over from; None for one that is drawn."""
+        reuse = self._file(shard).reuse
+        return Path(reuse["from"]) if reuse and reuse["taken"] else None
+
     def fingerprints(self) -> Iterator[pa.Table]:
         """The id and fingerprint of every row with its shard and its place in it, but for rows that were made again."""
+        return self.live_rows(["id", "fingerprint"])
+
+    def live_rows(self, columns: list[str]) -> Iterator[pa.Table]:
+        """Columns of every row, with `shard` and `place` in it, but for rows that were made again."""
         for file in self.files:
             first = 0
             with _naming_damage(file.path), pq.ParquetFile(file.path, page_checksum_verification=True) as rows:
-                for batch in rows.iter_batches(columns=["id", "fingerprint"]):
+                for batch in rows.iter_batches(columns=columns):
                     shard, place = np.divmod(np.arange(first, first + batch.num_rows), file.part.shard_size)
                     shard += file.part.first_shard
                     first += batch.num_rows
@@ -207,12 +229,12 @@ def _plan_files(folder: RunFolder) -> Iterator[PlanFile]:
                 int(shard): None if places is None else frozenset(places)
                 for shard, places in footer.pop("supersedes", {}).items()
             }
-            settings = footer.pop("settings", None)
+            settings, reuse = footer.pop("settings", None), footer.pop("reuse", None)
             if part.num_rows != metadata.num_rows:
                 raise ValueError(f"{metadata.num_rows} rows for a plan of {part.num_rows}")
         sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
         starts = np.cumsum([0, *sizes])
-        yield PlanFile(path, part, footer, metadata.schema.to_arrow_schema(), starts, supersedes, settings)
+        yield PlanFile(path, part, footer, metadata.schema.to_arrow_schema(), starts, supersedes, settings, reuse)
         index += 1
 
 
@@ -284,14 +306,16 @@ def publish_part(
     identity: dict[str, Any],
     supersedes: Mapping[int, Sequence[int] | None] | None = None,
     settings: dict[str, Any] | None = None,
+    reuse: dict[str, Any] | None = None,
 ) -> bool:
     """Write accepted rows, which come in plan order. False when another process has published this part.
 
     A redo says which places of which shards its rows supersede, and the settings that hold from here on if they are
-    others: all of it becomes true with this one file.
+    others: all of it becomes true with this one file. `reuse` says what an earlier run has of the rows.
     """
     redo = {"supersedes": supersedes, "settings": settings} if supersedes is not None else {}
-    schema = schema.with_metadata({FOOTER: json.dumps({"part": part.to_json(), **redo, **identity}).encode()})
+    footer = {"part": part.to_json(), **redo, **({"reuse": reuse} if reuse else {}), **identity}
+    schema = schema.with_metadata({FOOTER: json.dumps(footer).encode()})
 
     def write(file: BinaryIO) -> None:
         first_row = 0

@@ -7,6 +7,7 @@ Knows neither tensors nor the format of the plan files, and never holds all rows
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
 from collections import Counter, defaultdict
@@ -15,7 +16,7 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from itertools import chain, groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import duckdb
 import numpy as np
@@ -30,6 +31,7 @@ from fluxbatch.manifest import Manifest
 from fluxbatch.plan import PlanPart, SizeOf, plan_part, plan_retry
 from fluxbatch.planfile import RejectedFile, RunPlan, plan_schema, publish_part
 from fluxbatch.records import Bucket, Rejection, RowRules
+from fluxbatch.rows import drawing_digests
 
 MAX_THREADS = 4  # of DuckDB: each one claims its part of the memory limit
 INSERT_ROWS = 524_288  # 12 times as fast as a chunk at a time, and a transaction over all of them escapes the limit
@@ -38,14 +40,16 @@ OTHERWISE = "run.on_change=redo makes them again, and another output.dir keeps b
 PLACES = ("row", "bucket", "batch", "shard", "slot", "fingerprint", "negative_pass")
 FETCH_ROWS = 65_536  # of duplicates, as Python objects
 BUCKET = ("height", "width", "num_inference_steps", "negative_pass")
-KEYS = ("row", "id", "seed", "fingerprint", *BUCKET)
+KEYS = ("row", "id", "seed", "fingerprint", "drawing", *BUCKET)
 
 CREATE_TABLES = """
 SET enable_progress_bar = false;
 CREATE TABLE accepted (row BIGINT, id VARCHAR, seed DECIMAL(20, 0), fingerprint VARCHAR,
-                       height INTEGER, width INTEGER, num_inference_steps INTEGER, negative_pass BOOLEAN);
+                       height INTEGER, width INTEGER, num_inference_steps INTEGER, negative_pass BOOLEAN,
+                       drawing VARCHAR);
 CREATE TABLE rejected (id VARCHAR);
 CREATE TABLE planned (id VARCHAR, fingerprint VARCHAR, shard BIGINT, place BIGINT);
+CREATE TABLE earlier (id VARCHAR, drawing VARCHAR, shard BIGINT, written BOOLEAN);
 """
 FIND_DUPLICATES = """
 CREATE TABLE duplicate AS
@@ -68,6 +72,35 @@ COUNT_EDITED_BUCKETS = f"SELECT {', '.join(BUCKET)}, count(*) FROM accepted JOIN
 EDITED_PLACES = """
 SELECT shard, list(place ORDER BY place) FROM planned JOIN edited USING (id) GROUP BY shard ORDER BY shard
 """
+COMPARE = """
+CREATE TABLE compared AS
+SELECT accepted.row, id, CASE WHEN last.drawing IS NULL THEN 'added'
+                              WHEN last.drawing <> accepted.drawing THEN 'changed'
+                              WHEN last.written THEN 'reused' ELSE 'unwritten' END AS state
+FROM accepted LEFT JOIN (SELECT id, arg_max(drawing, shard) AS drawing, arg_max(written, shard) AS written
+                         FROM earlier GROUP BY id) AS last USING (id)
+"""
+ADD_REMOVED = "INSERT INTO compared SELECT DISTINCT NULL, id, 'removed' FROM earlier ANTI JOIN accepted USING (id)"
+TAKE = """
+CREATE TABLE taken AS SELECT * FROM accepted WHERE row IN (SELECT row FROM compared WHERE state = 'reused');
+DELETE FROM accepted WHERE row IN (SELECT row FROM taken);
+"""
+COMPARED = ("reused", "changed", "added", "removed", "unwritten")
+COMPARED_EXAMPLES = 5
+
+
+class Earlier(Protocol):
+    """Another run, as far as planning goes: its folder, its batch sizes, and what its rows were drawn from."""
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def sizes(self) -> Mapping[Bucket, int]: ...
+
+    def drawings(self) -> Iterator[pa.Table]:
+        """Columns id, drawing, shard (the last one of an id counts) and written (whether its image is there)."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +111,8 @@ class Survey:
     counts: dict[Bucket, int]
     rejected: dict[str, int]
     examples: dict[str, list[Rejection]]
+    taken: dict[Bucket, int]  # further rows, whose images an earlier run has
+    reuse: dict[str, Any] | None  # what the comparison with it found
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,34 +124,50 @@ class Changes:
     rejected: int
     unchanged: bool
     redone: int = 0  # rows to be made again because they were edited
+    reused: int = 0  # of the rows added, those whose images an earlier run has
 
 
-def survey(manifest: Manifest, rules: RowRules, cfg: ManifestConfig) -> Survey:
+def survey(manifest: Manifest, rules: RowRules, cfg: ManifestConfig, *, earlier: Earlier | None = None) -> Survey:
     """Check and count all rows. Keeps no prompts, writes nothing to the run folder."""
     reasons: Counter[str] = Counter()
     examples: dict[str, list[Rejection]] = defaultdict(list)
     with _open_keys(cfg.memory_gib) as keys:
-        for rejection in _rejections(keys, manifest, rules, cfg):
+        for rejection in _rejections(keys, manifest, rules, cfg, compared=earlier is not None):
             reasons[rejection.reason] += 1
             if len(examples[rejection.reason]) < 3:
                 examples[rejection.reason].append(rejection)
-        counts = keys.counts()
-    return Survey(sum(counts.values()) + reasons.total(), counts, dict(reasons), dict(examples))
+        reuse = keys.take(earlier, removed=True) if earlier else None
+        counts, taken = keys.counts(), keys.counts("taken") if earlier else {}
+    rows = sum(counts.values()) + sum(taken.values()) + reasons.total()
+    return Survey(rows, counts, dict(reasons), dict(examples), taken, reuse)
 
 
-def _rejections(keys: _Keys, manifest: Manifest, rules: RowRules, cfg: ManifestConfig) -> Iterator[Rejection]:
-    for chunk in manifest.chunks(rules, hashed=False):
-        keys.add(chunk.accepted)
+def _rejections(
+    keys: _Keys, manifest: Manifest, rules: RowRules, cfg: ManifestConfig, *, compared: bool
+) -> Iterator[Rejection]:
+    for chunk in manifest.chunks(rules, hashed=compared):
+        keys.add(_with_drawings(chunk.accepted) if compared else chunk.accepted)
         yield from chunk.rejected
     yield from keys.drop_duplicates(manifest, cfg)
 
 
+def _with_drawings(accepted: pa.Table) -> pa.Table:
+    return accepted.append_column("drawing", drawing_digests(accepted))
+
+
 def prepare(
-    folder: RunFolder, manifest: Manifest, rules: RowRules, cfg: JobConfig, *, size_of: SizeOf | None = None
+    folder: RunFolder,
+    manifest: Manifest,
+    rules: RowRules,
+    cfg: JobConfig,
+    *,
+    size_of: SizeOf | None = None,
+    earlier: Earlier | None = None,
 ) -> tuple[RunPlan, Changes]:
     """Bring the plan of the run folder up to the manifest, and return it.
 
     `size_of` answers the batch sizes of rows that are new; it is never asked about rows that were planned before.
+    New rows whose images `earlier` has become a part of their own, behind those to be drawn.
 
     The first start writes the plan; a later one adds the rows that are new and refuses edited ones. Any number of
     processes may do this at once: the one that publishes first wins, the others read its plan back.
@@ -128,7 +179,8 @@ def prepare(
     with _open_keys(cfg.manifest.memory_gib) as keys, _open_spool() as spool:
         refused = RejectedFile(identity)
         for chunk in manifest.chunks(rules):
-            keys.add(chunk.accepted if plan else chunk.accepted.drop_columns("fingerprint"))  # nothing to compare yet
+            known = chunk.accepted if plan else chunk.accepted.drop_columns("fingerprint")  # nothing to compare yet
+            keys.add(_with_drawings(known) if earlier else known)
             keys.add_rejected(chunk.rejected)
             refused.add(chunk.rejected)
             spool.add_chunk(chunk.accepted)
@@ -142,19 +194,41 @@ def prepare(
             if edited:
                 published = _publish_redo(folder, plan, keys, spool, cfg.plan, size_of, identity=identity)
                 if not published:
-                    return prepare(folder, manifest, rules, cfg, size_of=size_of)
+                    return prepare(folder, manifest, rules, cfg, size_of=size_of, earlier=earlier)
                 plan, redone = published, edited
             deleted = keys.drop_planned()
-        part = _next_part(keys.counts(), plan, cfg.plan, size_of)
         floored = rules.size_policy == "floor"
         schema = plan.schema if plan else plan_schema(manifest.extra_schema, seeds=keys.seed_range(), floored=floored)
-        ours = _publish_rows(folder, part, keys, spool, schema=schema, identity=identity)
+        reuse = keys.take(earlier, removed=plan is None) if earlier else None
+        last = plan.parts[-1] if plan else None
+        part = _next_part(keys.counts(), last, cfg.plan, size_of)
+        ours = _publish_rows(folder, part, keys, "accepted", spool, schema=schema, identity=identity, reuse=reuse)
+        added = part.num_rows
+        if ours and earlier and reuse and reuse["rows"]["reused"]:
+            taken = _taken_part(keys.counts("taken"), part, cfg.plan, earlier, last=last)
+            reuse |= {"taken": True}
+            ours = _publish_rows(folder, taken, keys, "taken", spool, schema=schema, identity=identity, reuse=reuse)
+            added += taken.num_rows
     if not ours:  # another process has planned another state of the manifest meanwhile
-        return prepare(folder, manifest, rules, cfg, size_of=size_of)
+        return prepare(folder, manifest, rules, cfg, size_of=size_of, earlier=earlier)
     # After the plan: a crash in between costs a second comparison, the other order could lose the rows added.
     commit.replace_file(folder.rejected, refused.close())
     planned = _reopened(folder)
-    return planned, Changes(part.num_rows, deleted, planned.num_rejected, unchanged=False, redone=redone)
+    reused = added - part.num_rows
+    return planned, Changes(added, deleted, planned.num_rejected, unchanged=False, redone=redone, reused=reused)
+
+
+def _taken_part(
+    counts: Mapping[Bucket, int], drawn: PlanPart, cfg: PlanConfig, earlier: Earlier, *, last: PlanPart | None
+) -> PlanPart:
+    """Rows that are taken over, in launches of the sizes beside them: should an image be lost, they can be drawn.
+
+    They follow the rows to be `drawn`, or the `last` part where there are none of these and no plan file of theirs.
+    """
+    if last is None or drawn.num_rows:
+        last = drawn
+    sizes = {**earlier.sizes, **{run.bucket: run.batch_size for run in drawn.runs}}
+    return _next_part(counts, last, cfg, lambda bucket, num_rows: min(sizes.get(bucket, num_rows), cfg.shard_size))
 
 
 def add_retry(folder: RunFolder, plan: RunPlan, failed: Mapping[int, set[str]]) -> RunPlan:
@@ -191,7 +265,7 @@ def add_redo(
         for bucket, rows in _rows_by_bucket(plan, _LiveIds(plan)):
             spool.add(bucket, rows)
             counts[bucket] += rows.num_rows
-        part = _next_part(counts, plan, cfg.plan, size_of, kind="redo")
+        part = _next_part(counts, plan.parts[-1], cfg.plan, size_of, kind="redo")
         ours = publish_part(
             folder, part, spool.rows(part), schema=plan.schema, identity=plan.files[-1].identity,
             supersedes=supersedes, settings=settings,
@@ -253,7 +327,7 @@ def _publish_redo(
             f"rows of the plan were edited so that they are rejected now (id {', '.join(map(_quoted, gone))}), and "
             "run.on_change=redo cannot make them; mend them, or take them out of the manifest"
         )
-    part = _next_part(keys.edited_counts(), plan, cfg, size_of, kind="redo")
+    part = _next_part(keys.edited_counts(), plan.parts[-1], cfg, size_of, kind="redo")
     rows = spool.rows(part, keys.edited_rows())
     places = keys.edited_places()
     publish = publish_part(folder, part, rows, schema=plan.schema, identity=identity, supersedes=places)
@@ -301,15 +375,14 @@ def _quoted(row_id: str) -> str:
 
 def _next_part(
     counts: Mapping[Bucket, int],
-    plan: RunPlan | None,
+    last: PlanPart | None,
     cfg: PlanConfig,
     size_of: SizeOf | None = None,
     *,
     kind: str = "rows",
 ) -> PlanPart:
-    if plan is None:
+    if last is None:
         return plan_part(counts, plan=cfg, size_of=size_of)
-    last = plan.parts[-1]
     shard, batch = last.first_shard + last.num_shards, last.first_batch + last.num_batches
     return plan_part(
         counts, plan=cfg, size_of=size_of, index=last.index + 1, kind=kind, first_shard=shard, first_batch=batch
@@ -317,15 +390,24 @@ def _next_part(
 
 
 def _publish_rows(
-    folder: RunFolder, part: PlanPart, keys: _Keys, spool: _Spool, *, schema: pa.Schema, identity: dict[str, Any]
+    folder: RunFolder,
+    part: PlanPart,
+    keys: _Keys,
+    table: str,
+    spool: _Spool,
+    *,
+    schema: pa.Schema,
+    identity: dict[str, Any],
+    reuse: dict[str, Any] | None,
 ) -> bool:
-    """Write the rows left in `keys` as this part; False when the part that stands there is of another manifest."""
+    """Write the rows of a table of keys as this part; False when the part that stands there is of another manifest."""
     if part.index and not part.num_rows:
         return True
-    rows = spool.rows(part, keys.rows() if part.num_rows < spool.num_rows else None)
-    if publish_part(folder, part, rows, schema=schema, identity=identity):
+    rows = spool.rows(part, keys.rows(table) if part.num_rows < spool.num_rows else None)
+    if publish_part(folder, part, rows, schema=schema, identity=identity, reuse=reuse):
         return True
-    return _reopened(folder).files[part.index].identity == identity
+    standing = _reopened(folder).files[part.index]
+    return standing.identity == identity and standing.reuse == reuse
 
 
 # The scratch side: keys in DuckDB, rows in a spool.
@@ -367,7 +449,7 @@ class _Keys:
     def __init__(self, connection: duckdb.DuckDBPyConnection) -> None:
         self._db = connection
         self._db.execute(CREATE_TABLES)
-        self._held: dict[str, list[pa.Table]] = {"accepted": [], "rejected": [], "planned": []}
+        self._held: dict[str, list[pa.Table]] = {"accepted": [], "rejected": [], "planned": [], "earlier": []}
 
     def add(self, accepted: pa.Table) -> None:
         self._hold("accepted", accepted.select([name for name in KEYS if name in accepted.column_names]))
@@ -432,16 +514,40 @@ class _Keys:
         self._db.execute(DROP_PLANNED)
         return deleted
 
-    def counts(self) -> dict[Bucket, int]:
-        return {Bucket(*shape): number for *shape, number in self._db.execute(COUNT_BUCKETS).fetchall()}
+    def take(self, earlier: Earlier, *, removed: bool) -> dict[str, Any]:
+        """Set aside the rows whose images another run has; what became of all rows since, with examples."""
+        for rows in earlier.drawings():
+            self._hold("earlier", rows)
+        self._flush("earlier")
+        self._db.execute(COMPARE)
+        if removed:
+            self._db.execute(ADD_REMOVED)
+        self._db.execute(TAKE)
+        counts = dict(self._db.execute("SELECT state, count(*) FROM compared GROUP BY state").fetchall())
+        digest = hashlib.sha256(self.rows("taken").tobytes()).hexdigest()
+        return {
+            "from": earlier.path,
+            "taken": False,
+            "digest": digest,  # two ranks that saw the other run in two states must not mix their plans
+            "rows": {state: counts.get(state, 0) for state in COMPARED},
+            "examples": {state: self._compared(state) for state in COMPARED if state != "reused" and state in counts},
+        }
+
+    def _compared(self, state: str) -> list[str]:
+        query = "SELECT id FROM compared WHERE state = $1 ORDER BY row, id LIMIT $2"
+        return [row_id for (row_id,) in self._db.execute(query, [state, COMPARED_EXAMPLES]).fetchall()]
+
+    def counts(self, table: str = "accepted") -> dict[Bucket, int]:
+        query = COUNT_BUCKETS.replace("accepted", table)
+        return {Bucket(*shape): number for *shape, number in self._db.execute(query).fetchall()}
 
     def seed_range(self) -> tuple[int, int]:
         [(low, high)] = self._db.execute("SELECT min(seed), max(seed) FROM accepted").fetchall()
         return int(low or 0), int(high or 0)
 
-    def rows(self) -> np.ndarray:
+    def rows(self, table: str = "accepted") -> np.ndarray:
         """The numbers of the rows that are left, ascending: 8 bytes a row, the only thing held for each."""
-        return self._db.execute("SELECT row FROM accepted ORDER BY row").fetchnumpy()["row"]
+        return self._db.execute(f"SELECT row FROM {table} ORDER BY row").fetchnumpy()["row"]
 
     def _hold(self, table: str, rows: pa.Table) -> None:
         held = self._held[table]

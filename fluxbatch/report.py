@@ -156,6 +156,7 @@ def build_report(
         "occupancy": throughput.occupancy(log),
         "over_time": throughput.over_time(log),
         "buckets": _buckets(plan, throughput.by_bucket(log)),
+        "reuse": plan.reuse,
         "rejected_by_reason": {reason: found["rows"] for reason, found in rejected.items()},
         "failed_by_reason": {reason: found["rows"] for reason, found in failed.items()},
         "examples": {reason: found["listed"][0]["message"] for reason, found in (rejected | failed).items()},

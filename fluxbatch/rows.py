@@ -267,6 +267,19 @@ def _hashed(rows: pa.Table, rules: RowRules) -> pa.Table:
     return pa.table({**columns, "fingerprint": pa.array(digests, pa.string())})
 
 
+DRAWING = ("id", "prompt", "negative_prompt", "height", "width", "seed", "num_inference_steps", "guidance_scale")
+
+
+def drawing_digests(rows: pa.Table) -> pa.Array:
+    """What each row is drawn from, in 32 hex digits: two rows of one digest have one image under equal settings.
+
+    The manifest's own columns are no part of it, unlike a fingerprint. Takes rows as accepted, or out of a plan.
+    """
+    columns = {name: rows[name].combine_chunks() for name in DRAWING}
+    columns["seed"] = columns["seed"].cast(SEED)
+    return pa.array([hashlib.sha256(text).hexdigest()[:32] for text in _encoded(columns).to_pylist()], pa.string())
+
+
 def _seeds_or_derived(seeds: pa.Array, ids: pa.Array, rules: RowRules) -> pa.Array:
     """Null seeds become the first 63 bits of sha256("<sampler.seed>:<id>")."""
     if not seeds.null_count:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from fluxbatch import commit, config, forecast, job, ledger, preflight, ranks, report, shards
 from fluxbatch.batch_size import Machine, MeasuredSizes
-from fluxbatch.config import JobConfig
+from fluxbatch.config import JobConfig, RunConfig
 from fluxbatch.errors import EXIT_DONE, EXIT_ROW_ERRORS, ConfigError, FluxbatchError
 from fluxbatch.folder import RunFolder
 from fluxbatch.lease import Lease
@@ -30,7 +30,8 @@ from fluxbatch.planfile import RunPlan
 from fluxbatch.planner import Changes, add_redo, add_retry, prepare
 from fluxbatch.progress import Progress
 from fluxbatch.ranks import Rank
-from fluxbatch.records import Bucket, CompressedBatch, LaunchCost, RowCounts, ShardPlan
+from fluxbatch.records import Batch, Bucket, CompressedBatch, LaunchCost, RowCounts, ShardPlan
+from fluxbatch.reuse import open_earlier
 from fluxbatch.share import Share
 from fluxbatch.stop import Stop, seconds_left
 
@@ -57,6 +58,7 @@ def run_job(cfg: JobConfig, *, load: LoadModel | None = None) -> tuple[RowCounts
     if load is None and not folder.success.exists():
         _check_model(cfg)
     require_loggers(cfg.telemetry.loggers)
+    earlier = open_earlier(cfg)  # refuses before anything is written down of this job
     preflight.probe_folder(folder)
     rank = ranks.resolve(cfg.run, os.environ)
     stop = Stop(grace_s=cfg.run.grace_s, deadline_s=seconds_left(cfg.run.deadline, os.environ))
@@ -67,12 +69,15 @@ def run_job(cfg: JobConfig, *, load: LoadModel | None = None) -> tuple[RowCounts
         model = functools.cache(functools.partial(load or _load_model, cfg, rank))
         size_of = _size_of(cfg, rank, model, stop)
         description = _settle_settings(folder, description, cfg, size_of)
-        plan, changes = prepare(folder, open_manifest(cfg.manifest), config.row_rules(cfg), cfg, size_of=size_of)
+        plan, changes = prepare(
+            folder, open_manifest(cfg.manifest), config.row_rules(cfg), cfg, size_of=size_of, earlier=earlier
+        )
         _say_changes(changes, description, cfg)
         redone = [
             (file.path.name, file.part.num_rows, file.settings) for file in plan.files if file.part.kind == "redo"
         ]
         description = job.record_redo(folder, cfg, description, redone)
+        description = job.record_reuse(folder, description, plan.reuse)
         committed = _sound_ledger(folder, plan, rank)
         if cfg.run.retry_failed:
             plan = add_retry(folder, plan, ledger.failed_rows(folder, committed, plan))
@@ -82,7 +87,10 @@ def run_job(cfg: JobConfig, *, load: LoadModel | None = None) -> tuple[RowCounts
             preflight.require_room(folder.root, share.missing_batches(work), cfg.output)
             stop.check()
             folder.success.unlink(missing_ok=True)
-            _render(share, work, model, stop=stop)
+            with share:
+                drawn = share.take_over(work, check=stop.check)
+                if drawn:
+                    _render(share, drawn, model, stop=stop)
         counts = _finish(share, description, changes)
         if share.missing:
             stop.check()
@@ -109,7 +117,6 @@ def _render(share: Share, work: list[ShardPlan], loaded: Callable[[], Model], *,
         stage_timeout_s=cfg.run.stage_timeout_s,
     )
     with (
-        share,
         closing(finished),  # an exception here must not leave the stages' threads to a dying interpreter
         GpuSampler(cfg.telemetry.nvml, _device_uuid(model)) as gpu,
         Loggers(cfg, share.folder, rank=share.rank.index) as loggers,
@@ -186,6 +193,16 @@ def _check_model(cfg: JobConfig) -> None:
     from fluxbatch.models import check_model
 
     check_model(cfg.model)
+
+
+def draw(cfg: JobConfig, batch: Batch) -> CompressedBatch:
+    """One batch by itself, in a launch of the size that it says. No run folder is looked at, nothing is written."""
+    from fluxbatch.pipeline.loop import run_pipeline
+
+    _check_model(cfg)
+    model = _load_model(cfg, ranks.resolve(RunConfig(rank=0, world_size=1), {}))
+    [done] = run_pipeline([batch], model, pipeline=cfg.pipeline, model_cfg=cfg.model, output=cfg.output)
+    return done
 
 
 def _load_model(cfg: JobConfig, rank: Rank) -> Model:
@@ -319,6 +336,9 @@ def _say_changes(changes: Changes, description: dict[str, Any], cfg: JobConfig) 
         log.info("the plan stands: other batch and shard sizes apply to rows added since")
     if changes.added:
         log.info("%d rows were added to the plan", changes.added)
+    if cfg.run.reuse_from and changes.added:
+        drawn = changes.added - changes.reused
+        log.info("%d images are taken over from %s, %d rows are drawn", changes.reused, cfg.run.reuse_from, drawn)
     if changes.redone:
         log.warning("%d rows were edited and are made again; their old images are superseded", changes.redone)
     if changes.deleted:

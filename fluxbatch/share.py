@@ -5,14 +5,15 @@ Knows no tensors and no signals; what is drawn, and when to stop, is decided in 
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from fluxbatch import commit, ledger, shards
+from fluxbatch import commit, ledger, reuse, shards
 from fluxbatch.config import JobConfig
 from fluxbatch.errors import FluxbatchError
 from fluxbatch.folder import RunFolder
@@ -20,6 +21,7 @@ from fluxbatch.ledger import Ledger, revision_of, shard_of
 from fluxbatch.planfile import RunPlan
 from fluxbatch.ranks import Rank
 from fluxbatch.records import Batch, BatchPlan, CompressedBatch, RowResult, ShardCommit, ShardPlan
+from fluxbatch.reuse import Donor
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +126,31 @@ class Share:
     def _record(self, shard: ShardPlan, commits: list[ShardCommit]) -> None:
         self.ledger.append(self.folder, self.rank.index, commits)
         shards.remove_batches(self.folder, shard)
+
+    def take_over(self, work: list[ShardPlan], *, check: Callable[[], None]) -> list[ShardPlan]:
+        """Commit what an earlier run has of the missing batches; returns the shards that still have batches to make.
+
+        `check` is called between batches, and raises to stop.
+        """
+        donors = functools.cache(lambda path: reuse.open_donor(path, self.cfg))
+        for shard in work:
+            path = self.plan.taken(shard.index)
+            donor = donors(path) if path else None
+            if donor:
+                self._take(shard, donor, check)
+        return [shard for shard in work if shard.index in self.missing]
+
+    def _take(self, shard: ShardPlan, donor: Donor, check: Callable[[], None]) -> None:
+        found = donor.locate(self.plan.rows(shard))
+        rows = 0
+        for plan in list(self.missing_batches([shard])):
+            check()
+            batch = self.plan.batch(plan)
+            results = donor.results(batch, found)
+            if results:
+                self.commit(CompressedBatch(batch, results))
+                rows += len(results)
+        log.info("shard %d: %d images taken over, %d rows to be drawn", shard.index, rows, shard.num_kept - rows)
 
     def missing_batches(self, work: list[ShardPlan]) -> Iterator[BatchPlan]:
         """The batches to make, in plan order."""

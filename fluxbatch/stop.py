@@ -43,6 +43,8 @@ class Stop:
         self._grace_s = grace_s
         self._drain_s = None if deadline_s is None else max(0.0, deadline_s - grace_s)
         self._timers: list[threading.Timer] = []
+        self._is_open = True
+        self._timing = threading.Lock()
         self._signals = contextlib.ExitStack()
 
     def __enter__(self) -> Stop:
@@ -54,8 +56,10 @@ class Stop:
 
     def __exit__(self, *_: object) -> None:
         self._signals.close()
-        for timer in self._timers:
-            timer.cancel()
+        with self._timing:  # a timer that fires now must not start the next one behind our back
+            self._is_open = False
+            for timer in self._timers:
+                timer.cancel()
 
     def requested(self) -> bool:
         return self.reason is not None
@@ -75,8 +79,10 @@ class Stop:
     def _start_timer(self, seconds: float, then: Callable[[], object]) -> None:
         timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), then)
         timer.daemon = True
-        timer.start()
-        self._timers.append(timer)
+        with self._timing:
+            if self._is_open:
+                timer.start()
+                self._timers.append(timer)
 
     def _on_signal(self, number: int) -> None:
         name = signal.Signals(number).name

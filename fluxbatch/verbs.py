@@ -120,7 +120,7 @@ def _require_manifest(cfg: JobConfig) -> None:
 def _warn_of_missing_model(cfg: JobConfig) -> None:
     path = cfg.model.path or ""
     if path.startswith(("/", "~", ".")) and not Path(path).expanduser().exists():
-        log.warning("model.path %s: no such folder; a run would stop here", path)
+        log.warning("model.path %s: no such folder or file; a run would stop here", path)
 
 
 def _existing(cfg: JobConfig) -> RunFolder:

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
+import io
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from fluxbatch.errors import EXIT_DONE, ConfigError
-from fluxbatch.progress import one_line
+import numpy as np
+from PIL import Image
+
+from fluxbatch import config, job
+from fluxbatch.compose import with_config
+from fluxbatch.config import JobConfig
+from fluxbatch.errors import EXIT_DISCREPANCY, EXIT_DONE, ConfigError
+from fluxbatch.folder import RunFolder
+from fluxbatch.progress import data_size, one_line
 
 Words = Mapping[str, str]
 Answer = tuple[dict[str, Any], str, int]
@@ -66,7 +76,91 @@ def _example(row: Mapping[str, Any]) -> str:
     return one_line(f"{row['id']}: {row['prompt']}" + (f" ({others})" if others else ""))
 
 
+def show(words: Words) -> Answer:
+    """The stored image of one row, in a file of its own."""
+    from fluxbatch.one_row import columns_in_json, save_image, written_row
+
+    folder, cfg = _run_folder(words)
+    found = written_row(folder, words["id"])
+    target = Path(words.get("to") or found.image_name).expanduser()
+    save_image(target, found.image, image_format=cfg.output.image_format)
+    row = columns_in_json(found.row)
+    lines = [f"{name}: {one_line(str(value))}" for name, value in row.items() if value is not None]
+    lines += [f"stored in: {found.file}", f"written: {target} ({data_size(len(found.image))})"]
+    return {"row": row, "stored_in": str(found.file), "written": str(target)}, "\n".join(lines), EXIT_DONE
+
+
+def render(words: Words) -> Answer:
+    """One image again, out of the recorded settings, and whether its bytes are those that are stored."""
+    from fluxbatch.one_row import NoImageError, save_image, written_row
+    from fluxbatch.run import draw
+
+    folder, cfg = _run_folder(words)
+    found = written_row(folder, words["id"])
+    [result] = draw(cfg, found.batch).results
+    if result.failure or result.image is None:
+        assert result.failure, "a result has an image or a failure"
+        raise NoImageError(f"id {words['id']!r} fails now in {result.failure.stage}: {result.failure.message}")
+    if words.get("to"):
+        save_image(Path(words["to"]).expanduser(), result.image, image_format=cfg.output.image_format)
+    equal = result.image == found.image
+    answer = {"id": words["id"], "equal": equal, **_fingerprints(result.image, found.image)}
+    lines = [
+        f"bucket {found.batch.bucket.name}, {found.batch.plan.size} a launch, seed {found.row['seed']}",
+        f"sha256 now: {answer['sha256_now']}",
+        f"sha256 stored: {answer['sha256_stored']}",
+        "equal: the bytes are those of the run" if equal else f"different: {_difference(result.image, found.image)}",
+    ]
+    if not equal:
+        lines += [f"  {name} was {was}, is {now}" for name, was, now in _changed_versions(folder)]
+    return answer, "\n".join(lines), EXIT_DONE if equal else EXIT_DISCREPANCY
+
+
+def _run_folder(words: Words) -> tuple[RunFolder, JobConfig]:
+    """The folder that `output.dir` names, composed as every verb does, and the settings recorded there."""
+    for name in ("output.dir", "id"):
+        if not words.get(name):
+            raise ConfigError(f"{name} must be given, got nothing")
+    folders: list[RunFolder] = []
+
+    def keep(cfg: JobConfig) -> int:
+        folders.append(RunFolder(config.output_dir(cfg)))
+        return 0
+
+    with_config([f"output.dir={words['output.dir']}"], keep)
+    [folder] = folders
+    stored = job.read_job(folder)
+    if stored is None:
+        raise ConfigError(f"output.dir must be a run folder (with a job.json), got {folder.root}")
+    return folder, job.recorded_config(stored)
+
+
+def _fingerprints(now: bytes, stored: bytes) -> dict[str, str]:
+    return {"sha256_now": hashlib.sha256(now).hexdigest(), "sha256_stored": hashlib.sha256(stored).hexdigest()}
+
+
+def _difference(now: bytes, stored: bytes) -> str:
+    """How far apart the pixels are, for rounding is one thing and another picture is another."""
+    try:
+        pixels = [
+            np.asarray(Image.open(io.BytesIO(content)).convert("RGB"), dtype=np.int16) for content in (now, stored)
+        ]
+    except OSError:
+        return "the stored bytes are no image"
+    if pixels[0].shape != pixels[1].shape:
+        return f"{pixels[0].shape} now, {pixels[1].shape} stored"
+    gap = np.abs(pixels[0] - pixels[1])
+    return f"{np.count_nonzero(gap)} of {gap.size} pixel values, by {gap.max()} of 255 at most"
+
+
+def _changed_versions(folder: RunFolder) -> list[tuple[str, str | None, str | None]]:
+    stored = (job.read_job(folder) or {}).get("versions", {})
+    return [(name, stored.get(name), now) for name, now in job.versions().items() if stored.get(name) != now]
+
+
 VERBS: dict[str, WordVerb] = {
+    "show": WordVerb(("output.dir", "id", "to"), "show output.dir=outputs/mine id=ROW [to=picture.png]", show),
+    "render": WordVerb(("output.dir", "id", "to"), "render output.dir=outputs/mine id=ROW [to=again.png]", render),
     "manifest": WordVerb(
         ("from", "to", "seeds", "sizes", "template", "values.", "columns."),
         "manifest from=prompts.csv|tsv|jsonl|txt|parquet to=prompts.parquet [columns.prompt=caption] "

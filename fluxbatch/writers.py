@@ -223,7 +223,7 @@ class ImageFile:
 
 def stored_ids(path: Path) -> list[str]:
     """The ids in a data or failed file, in their order. Raises FluxbatchError where it cannot be read whole."""
-    with _readable(path):
+    with readable(path):
         if path.suffix == ".parquet":
             return pq.read_table(path, columns=["id"], partitioning=None)["id"].to_pylist()
         if path.suffix == ".tar":
@@ -237,7 +237,7 @@ def _raise_lost_image(path: Path, row: StoredRow) -> bool:
 
 def stored_rows(path: Path) -> Iterator[StoredRow]:
     """The rows of a data file with their images, one row group, or one image, in memory at a time."""
-    with _readable(path):
+    with readable(path):
         if path.suffix == ".parquet":
             yield from _parquet_rows(path)
         elif path.suffix == ".tar":
@@ -255,13 +255,14 @@ def stored_rows(path: Path) -> Iterator[StoredRow]:
 
 def image_files(metadata: Path) -> Iterator[ImageFile]:
     """The images of a folder shard, as its `metadata.jsonl` names them."""
-    with _readable(metadata):
+    with readable(metadata):
         for record in _metadata(metadata):
             yield ImageFile(metadata.with_name(record["file_name"]), record["image_bytes"], record["image_sha256"])
 
 
 @contextlib.contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def readable(path: Path) -> Iterator[None]:
+    """Whatever makes a data file unreadable is a FluxbatchError with its name."""
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError, tarfile.TarError, pa.ArrowException) as error:

@@ -1,4 +1,6 @@
-"""The `faults` fixture: a test that does to a job what the world does says what it did, and the session ends with sums.
+"""Folders of tiny random models, saved once, and the `faults` fixture.
+
+`faults`: a test that does to a job what the world does says what it did, and the session ends with sums.
 
 A test that asks for it carries the marker `faults` by itself; `make faults` runs those, the slow ones too.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 
@@ -90,3 +93,26 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if counts:
         terminalreporter.write_sep("-", "faults")
         terminalreporter.write_line(", ".join(f"{name} {counts[name]}" for name in COUNTED))
+
+
+@pytest.fixture(scope="session")
+def flux1_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A FLUX.1 of random weights in diffusers' layout. Read only."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline  # only where it is asked for: seconds
+    from tiny_models import FLUX1_SCHEDULER, flux1_parts
+
+    folder = tmp_path_factory.mktemp("flux1") / "base"
+    FluxPipeline(**flux1_parts(), scheduler=FlowMatchEulerDiscreteScheduler(**FLUX1_SCHEDULER)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def flux2_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A FLUX.2-klein of random weights in diffusers' layout. Read only."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, Flux2KleinPipeline
+    from tiny_models import FLUX2_SCHEDULER, flux2_parts
+
+    folder = tmp_path_factory.mktemp("flux2") / "base"
+    scheduler = FlowMatchEulerDiscreteScheduler(**FLUX2_SCHEDULER)
+    Flux2KleinPipeline(**flux2_parts(), scheduler=scheduler, is_distilled=True).save_pretrained(folder)
+    return folder

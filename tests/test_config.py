@@ -47,6 +47,7 @@ def test_every_model_composes_and_passes_the_door(model: str) -> None:
         ("model=nope", "model must be one of flux1_dev"),
         ("plan.shard_size=many", "plan.shard_size must be a whole number, got 'many'"),
         ("sampler.seed=1.5", "sampler.seed must be a whole number, got '1.5'"),
+        ("run.stage_timeout_s=-1", "run.stage_timeout_s must be a finite number of seconds >= 0 (0: no limit), got -1"),
         ("model.dtype=null", "model.dtype must be given, got null"),
         ("model.dtype=float8", "model.dtype must be one of float32, bfloat16, float16, got 'float8'"),
         ("model.text_encoder_dtype=float16", "must not be float16: T5 and Qwen3 overflow in it"),
@@ -244,3 +245,19 @@ def test_numbers_beyond_all_sense_and_bytes_that_are_no_utf8_are_refused() -> No
             composed(override)
     with pytest.raises(ConfigError, match=r"output\.dir must be UTF-8"):
         composed("output.dir=/tmp/b\udcff")
+
+
+@pytest.mark.parametrize("override", ["+manifest.path=nan", "+manifest.path=[a.parquet,7]", "+manifest.path={a: b}"])
+def test_a_manifest_path_that_is_no_text_is_refused(override: str) -> None:
+    with pytest.raises(ConfigError, match=r"manifest\.path must be a path or a list of paths, got"):
+        composed(override)
+
+
+def test_br41_a_multirun_leaves_nothing_where_the_command_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    seen: list[int] = []
+    assert with_config(["-m", "plan.shard_size=10,20"], lambda cfg: seen.append(cfg.plan.shard_size) or 0) == 0
+    assert seen == [10, 20]
+    assert not list(tmp_path.iterdir())

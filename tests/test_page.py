@@ -53,6 +53,8 @@ def made_up_report(*, buckets: int = 2) -> dict[str, Any]:
         "settings": {
             "model": {"name": "tiny", "path": "/a" * 200}, "output": {"kind": "parquet", "image_format": "png"},
         },
+        "reuse": {"from": "/runs/" + "y" * 200, "reused": 90, "changed": 7, "examples": {"changed": ["x" * 90] * 3}}
+        | dict.fromkeys(("added", "removed", "unwritten"), 0),
         "version": "0.1.0", "versions": {"torch": "2.11.0"},
     }  # fmt: skip
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fluxbatch.config import ModelConfig
 from fluxbatch.models import compile_cache, loading, memory, tuning
+from fluxbatch.models.checkpoints import convert
 from fluxbatch.records import Bucket
 
 
@@ -85,8 +86,11 @@ def check_model(cfg: ModelConfig) -> None:
     tuning.use_fused(cfg, placement)
     if placement.device.type == "cuda" and cfg.memory_budget_gib is not None:
         memory.budget(placement.device, wanted_gib=cfg.memory_budget_gib)
-    if not cfg.random_weights:
-        loading.model_folder(cfg)
+    if cfg.random_weights:
+        return
+    folder, file = loading.model_folder(cfg), loading.checkpoint_file(cfg)
+    if file is not None:
+        convert.fit(file, cfg=cfg, folder=folder)
 
 
 def load_model(cfg: ModelConfig, *, true_cfg_scale: float) -> Model:

@@ -18,6 +18,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config,
 
 from fluxbatch.config import ModelConfig
 from fluxbatch.models import Decode, Flow, PromptEmbeds, Schedule, Tokens, loading, residency, tuning
+from fluxbatch.models.checkpoints import convert
 from fluxbatch.models.fused.decoder import FusedDecoder
 from fluxbatch.models.fused.flux1 import FusedFlux1
 from fluxbatch.models.schedule import flow_schedule, flux1_mu
@@ -245,9 +246,7 @@ def _stored(cfg: ModelConfig, placement: loading.Placement) -> dict[str, Any]:
     part = partial(loading.stored, folder=folder, device=placement.device)
     text, vae = placement.text_encoder_dtype, placement.vae_dtype
     return {
-        "transformer": part(
-            FluxTransformer2DModel, subfolder="transformer", dtype=placement.dtype, device=placement.transformer_device
-        ),
+        "transformer": convert.stored_transformer(FluxTransformer2DModel, cfg=cfg, folder=folder, placement=placement),
         "text_encoder": part(CLIPTextModel, subfolder="text_encoder", dtype=text),
         "text_encoder_2": _housed(
             part(T5EncoderModel, subfolder="text_encoder_2", dtype=text, device=placement.text_encoder_device),

@@ -19,6 +19,7 @@ from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3Model
 
 from fluxbatch.config import ModelConfig
 from fluxbatch.models import Decode, Flow, PromptEmbeds, Schedule, Tokens, loading, residency, tuning
+from fluxbatch.models.checkpoints import convert
 from fluxbatch.models.fused.decoder import FusedDecoder
 from fluxbatch.models.fused.flux2 import FusedFlux2
 from fluxbatch.models.fused.qwen3 import fuse_layers
@@ -286,9 +287,7 @@ def _stored(cfg: ModelConfig, placement: loading.Placement) -> dict[str, Any]:
     folder = loading.model_folder(cfg)
     part = partial(loading.stored, folder=folder, device=placement.device)
     return {
-        "transformer": part(
-            Flux2Transformer2DModel, subfolder="transformer", dtype=placement.dtype, device=placement.transformer_device
-        ),
+        "transformer": convert.stored_transformer(Flux2Transformer2DModel, cfg=cfg, folder=folder, placement=placement),
         "text_encoder": _housed(
             part(
                 Qwen3Model,

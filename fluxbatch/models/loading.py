@@ -11,7 +11,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ logger = logging.getLogger("fluxbatch")
 
 GIB = 2**30
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+WEIGHT_SUFFIXES = (".safetensors", ".sft", ".bin", ".ckpt", ".pt", ".pth", ".gguf")  # all but the first two refused
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,12 @@ class Layout:
     pipeline: str  # `_class_name` in model_index.json
     tokenizers: tuple[str, ...]
     weights: dict[str, str]  # subfolder: stem of its safetensors file
+    configs: tuple[str, ...] = ()  # subfolders of which only the settings are needed
+
+    def without_transformer(self) -> Layout:
+        """Of the folder beside a transformer that is a file of its own."""
+        others = {name: stem for name, stem in self.weights.items() if name != "transformer"}
+        return replace(self, weights=others, configs=("transformer",))
 
 
 LAYOUTS = {
@@ -141,74 +148,106 @@ def _runs_float16(device: torch.device) -> bool:
 # --- where a model lies -----------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Home:
+    """What holds a model's components, as a setting names it."""
+
+    key: str
+    path: str | None
+    layout: Layout
+    cfg: ModelConfig
+
+    def __str__(self) -> str:
+        return f"{self.key}={self.path}"
+
+
+def checkpoint_file(cfg: ModelConfig) -> Path | None:
+    """`model.path` where it is one file with a transformer; None where it is a folder or a hub id."""
+    if cfg.path is None or cfg.random_weights:
+        return None
+    path = Path(cfg.path).expanduser()
+    if path.suffix in WEIGHT_SUFFIXES and not path.exists():
+        raise ConfigError(f"model.path must be a folder, a hub id or a file, got {cfg.path}: no such file")
+    return path if path.is_file() else None
+
+
 def model_folder(cfg: ModelConfig) -> Path:
-    """The model's local folder, complete and of the right kind.
+    """The local folder of the model's components, complete and of the right kind.
 
     A folder that exists is taken as it is. Otherwise a hub id is looked for in the local cache; the network is used
-    only for what is not there, and never under HF_HUB_OFFLINE.
+    only for what is not there, and never under HF_HUB_OFFLINE. Its transformer may be a file elsewhere.
     """
+    home = _home(cfg)
     try:
-        folder = _find_folder(cfg)
-        missing = _missing_file(folder, LAYOUTS[cfg.family])
+        folder = _find_folder(home)
+        missing = _missing_file(folder, home.layout)
         if missing is not None:
-            raise ConfigError(f"model.path={cfg.path or folder}: {missing} is missing in {folder}")
+            raise ConfigError(f"{home.key}={home.path or folder}: {missing} is missing in {folder}")
         refuse_code(folder, index=read_json(folder / "model_index.json"))
-        _check_kind(folder, cfg)
+        _check_kind(folder, home)
     except OSError as error:  # a permission, a stale mount
-        raise FluxbatchError(f"model.path={cfg.path}: {first_line(error)}") from error
+        raise FluxbatchError(f"{home}: {first_line(error)}") from error
     except ValueError as error:
-        raise FluxbatchError(f"model.path={cfg.path}: a .json file in it is not JSON: {error}") from error
+        raise FluxbatchError(f"{home}: a .json file in it is not JSON: {error}") from error
     return folder
 
 
-def _find_folder(cfg: ModelConfig) -> Path:
-    if cfg.path is None:
-        if cfg.name != "tiny":
-            raise ConfigError(f"model.path must name a folder or a hub id for {cfg.name}, got null")
+def _home(cfg: ModelConfig) -> Home:
+    layout = LAYOUTS[cfg.family]
+    if checkpoint_file(cfg) is not None:
+        return Home("model.base", cfg.base, layout.without_transformer(), cfg)
+    if cfg.base is not None:
+        raise ConfigError(f"model.base must be null where model.path is no file, got {cfg.base}")
+    return Home("model.path", cfg.path, layout, cfg)
+
+
+def _find_folder(home: Home) -> Path:
+    if home.path is None:
+        if home.cfg.name != "tiny":
+            beside = f" beside the file {home.cfg.path}" if home.key == "model.base" else ""
+            raise ConfigError(f"{home.key} must name a folder or a hub id for {home.cfg.name}{beside}, got null")
         return tiny.FOLDER
-    local = Path(cfg.path).expanduser()
+    local = Path(home.path).expanduser()
     if local.is_dir():
         return local
-    if not HUB_ID.fullmatch(cfg.path):
-        raise ConfigError(f"model.path must be a folder or a hub id (org/name), got {cfg.path!r}: no such folder")
-    return _hub_folder(cfg)
+    if not HUB_ID.fullmatch(home.path):
+        raise ConfigError(f"{home.key} must be a folder or a hub id (org/name), got {home.path!r}: no such folder")
+    return _hub_folder(home)
 
 
-def _hub_folder(cfg: ModelConfig) -> Path:
-    layout = LAYOUTS[cfg.family]
-    cached = _cached_snapshot(cfg)
-    if cached is not None and _missing_file(cached, layout) is None:
+def _hub_folder(home: Home) -> Path:
+    cached = _cached_snapshot(home)
+    if cached is not None and _missing_file(cached, home.layout) is None:
         return cached
     if huggingface_hub.constants.is_offline_mode():
-        lacks = f"lacks {_missing_file(cached, layout)}" if cached else "does not hold it"
+        lacks = f"lacks {_missing_file(cached, home.layout)}" if cached else "does not hold it"
         raise ConfigError(
-            f"model.path={cfg.path}: no such folder, the local cache {huggingface_hub.constants.HF_HUB_CACHE} {lacks}, "
+            f"{home}: no such folder, the local cache {huggingface_hub.constants.HF_HUB_CACHE} {lacks}, "
             "and HF_HUB_OFFLINE forbids the network"
         )
     try:
-        return Path(_snapshot(cfg, local_files_only=False))
+        return Path(_snapshot(home, local_files_only=False))
     except Exception as error:  # the client's errors (network, permission, no such repository) have no common base
         raise FluxbatchError(
-            f"model.path={cfg.path}: no such folder, not in the local cache, and not to be had from the hub: "
-            f"{first_line(error)}"
+            f"{home}: no such folder, not in the local cache, and not to be had from the hub: {first_line(error)}"
         ) from error
 
 
-def _cached_snapshot(cfg: ModelConfig) -> Path | None:
+def _cached_snapshot(home: Home) -> Path | None:
     try:
-        return Path(_snapshot(cfg, local_files_only=True))
+        return Path(_snapshot(home, local_files_only=True))
     except LocalEntryNotFoundError:
         return None
 
 
-def _snapshot(cfg: ModelConfig, *, local_files_only: bool) -> str:
-    assert cfg.path is not None
-    layout = LAYOUTS[cfg.family]
-    subfolders = ("scheduler", *layout.tokenizers, *layout.weights)
+def _snapshot(home: Home, *, local_files_only: bool) -> str:
+    assert home.path is not None
+    subfolders = ("scheduler", *home.layout.tokenizers, *home.layout.weights)
+    configs = (f"{name}/config.json" for name in home.layout.configs)
     return huggingface_hub.snapshot_download(
-        cfg.path,
-        revision=cfg.revision,
-        allow_patterns=["model_index.json", *(f"{name}/*" for name in subfolders)],
+        home.path,
+        revision=home.cfg.revision,
+        allow_patterns=["model_index.json", *configs, *(f"{name}/*" for name in subfolders)],
         ignore_patterns=["*.bin", "*.msgpack", "*.h5", "*.onnx*"],
         etag_timeout=5.0,
         local_files_only=local_files_only,
@@ -228,6 +267,8 @@ def _needed(layout: Layout) -> Iterator[tuple[str, ...]]:
     yield ("scheduler/scheduler_config.json",)
     for name in layout.tokenizers:
         yield (f"{name}/tokenizer.json", f"{name}/spiece.model", f"{name}/vocab.json")
+    for name in layout.configs:
+        yield (f"{name}/config.json",)
     for name, stem in layout.weights.items():
         yield (f"{name}/config.json",)
         yield (f"{name}/{stem}.safetensors", f"{name}/{stem}.safetensors.index.json")
@@ -241,17 +282,16 @@ def _missing_shards(folder: Path, layout: Layout) -> Iterator[str]:
             yield from (f"{name}/{shard}" for shard in shards if not (folder / name / shard).is_file())
 
 
-def _check_kind(folder: Path, cfg: ModelConfig) -> None:
+def _check_kind(folder: Path, home: Home) -> None:
     """A FLUX.2 folder under a FLUX.1 name, or dev's weights under schnell's, would load and draw rubbish."""
+    cfg, place = home.cfg, home.path or folder
     index = read_json(folder / "model_index.json")
-    wanted = LAYOUTS[cfg.family].pipeline
+    wanted = home.layout.pipeline
     if index.get("_class_name") != wanted:
-        raise ConfigError(
-            f"model.path={cfg.path or folder} must be a {wanted} for model={cfg.name}, got {index.get('_class_name')}"
-        )
+        raise ConfigError(f"{home.key}={place} must be a {wanted} for model={cfg.name}, got {index.get('_class_name')}")
     held = _guidance(index, read_json(folder / "transformer" / "config.json"), family=cfg.family)
     if held != cfg.guidance:
-        raise ConfigError(f"model.guidance must be {held} for the weights in {cfg.path or folder}, got {cfg.guidance}")
+        raise ConfigError(f"model.guidance must be {held} for the weights in {place}, got {cfg.guidance}")
 
 
 def _guidance(index: dict[str, Any], transformer: dict[str, Any], *, family: str) -> str:

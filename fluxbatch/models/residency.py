@@ -6,10 +6,8 @@ Same weights, same kernels, same launches: the embeddings are the same bits. Kno
 
 from __future__ import annotations
 
-import json
 import logging
 import re
-import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +21,8 @@ from torch import Tensor, nn
 from fluxbatch.config import ModelConfig
 from fluxbatch.errors import ConfigError, FluxbatchError
 from fluxbatch.models import loading, memory
+from fluxbatch.models.checkpoints import convert
+from fluxbatch.models.checkpoints.header import read_header
 from fluxbatch.models.loading import LAYOUTS, Placement
 
 logger = logging.getLogger("fluxbatch")
@@ -157,14 +157,19 @@ def _random_shapes(cfg: ModelConfig, placement: Placement, random: Build) -> dic
 
 
 def _stored_shapes(cfg: ModelConfig) -> dict[str, Shapes]:
-    folder = loading.model_folder(cfg)
-    return {name: _component_shapes(folder, name, stem) for name, stem in LAYOUTS[cfg.family].weights.items()}
+    folder, file = loading.model_folder(cfg), loading.checkpoint_file(cfg)
+    weights = dict(LAYOUTS[cfg.family].weights)
+    shapes = {}
+    if file is not None:  # in diffusers' names and as it will be dequantised
+        shapes["transformer"] = convert.fit(file, cfg=cfg, folder=folder).shapes()
+        del weights["transformer"]
+    return shapes | {name: _component_shapes(folder, name, stem) for name, stem in weights.items()}
 
 
 def _component_shapes(folder: Path, name: str, stem: str) -> Shapes:
     try:
         return {key: shape for path in _weight_files(folder / name, stem) for key, shape in header(path).items()}
-    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise FluxbatchError(f"model.path={folder}: {name} cannot be loaded: {loading.first_line(error)}") from error
 
 
@@ -177,14 +182,8 @@ def _weight_files(folder: Path, stem: str) -> list[Path]:
 
 
 def header(path: Path) -> Shapes:
-    """The tensors of a safetensors file, of which only the first bytes are read.
-
-    https://github.com/huggingface/safetensors#format
-    """
-    with open(path, "rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        fields = json.loads(file.read(length))
-    return {name: tuple(field["shape"]) for name, field in fields.items() if name != "__metadata__"}
+    """The tensors of a safetensors file, of which only the first bytes are read."""
+    return {name: entry.shape for name, entry in read_header(path).entries.items()}
 
 
 # --- the transformer --------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import pytest
 from test_run import TESTS, data_files, do, ids_written, manifest, rows, settings, sound
 
 from fluxbatch.errors import ProcessLost
+from fluxbatch.pipeline import watch as watch_room
 from fluxbatch.pipeline.watch import Watch, Watchdog
 
 STAGE_OF = {
@@ -90,9 +91,13 @@ def test_the_batch_that_is_held_longest_is_named_and_a_sign_of_life_starts_its_t
     assert watch.oldest() is None
 
 
-def test_the_hang_is_handed_to_the_run_with_a_sentence() -> None:
+def test_the_hang_is_handed_to_the_run_and_the_process_ends_where_the_run_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     heard: list[ProcessLost] = []
-    told = threading.Event()
+    told, ended = threading.Event(), threading.Event()
+    monkeypatch.setattr(watch_room, "COMMIT_S", 0.1)
+    monkeypatch.setattr(watch_room, "exit_now", lambda sentence, code: ended.set())
 
     def hear(error: ProcessLost) -> None:
         heard.append(error)
@@ -103,6 +108,7 @@ def test_the_hang_is_handed_to_the_run_with_a_sentence() -> None:
         watch.enter(Held())
         assert told.wait(10)
     assert watchdog.hung
+    assert ended.wait(10), "it outlives its context: what is cleaned up next may hang as well"
     assert str(heard[0]).startswith(Held.place) and "run.stage_timeout_s=0.2" in str(heard[0])
 
 
