@@ -17,6 +17,7 @@ from fluxbatch.records import RowRules
 OUTPUTS = ("parquet", "webdataset", "folder")
 IMAGE_FORMATS = ("png", "jpeg", "webp")
 MAX_SIDE = {"png": 2**31 - 1, "jpeg": 65_500, "webp": 16_383}  # what libjpeg and libwebp refuse beyond
+LOGGERS = ("tensorboard", "wandb", "mlflow")
 FAMILIES = ("flux1", "flux2")
 GUIDANCE = ("embedded", "classifier_free", "none")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -139,6 +140,7 @@ class RunConfig:
     deadline: str | None = None  # ISO 8601, with a zone; or seconds from the start as +3600
     max_failed_fraction: float = 0.5
     fail_on_row_errors: bool = True
+    gpu_hour_price: float | None = None  # in any currency; `plan` and the report then tell the cost
 
 
 @dataclass
@@ -149,6 +151,7 @@ class TelemetryConfig:
     interval_s: float = 10.0
     progress: str = "auto"  # auto: a bar on a terminal, else lines; bar, lines or off
     prometheus_textfile: str | None = None
+    loggers: list[str] = field(default_factory=list)  # tensorboard, wandb, mlflow
 
 
 @dataclass
@@ -244,8 +247,10 @@ RULES: tuple[Rule, ...] = (
     ("run.grace_s", lambda v: 0 <= v < math.inf, "must be a finite number of seconds >= 0"),
     ("run.stage_timeout_s", lambda v: 0 <= v < math.inf, "must be a finite number of seconds >= 0 (0: no limit)"),
     ("run.max_failed_fraction", lambda v: 0 <= v <= 1, "must be from 0 to 1"),
+    ("run.gpu_hour_price", lambda v: v is None or 0 <= v < math.inf, "must be null or a finite number >= 0"),
     ("telemetry.interval_s", lambda v: 0 < v < math.inf, "must be a number of seconds > 0"),
     ("telemetry.progress", *_one_of("auto", "bar", "lines", "off")),
+    ("telemetry.loggers", lambda v: set(v) <= set(LOGGERS), f"must be a list of {', '.join(LOGGERS)}"),
 )
 
 

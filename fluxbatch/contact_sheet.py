@@ -7,8 +7,9 @@ import logging
 import tarfile
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -26,7 +27,10 @@ from fluxbatch.planfile import RunPlan
 log = logging.getLogger(__name__)
 
 MAX_SAMPLES = 48
-THUMB_PX = 192
+THUMB_PX = 192  # on the sheet
+PREVIEW_PX = 384  # on a page, where a picture can be opened
+SHOWN = ("id", "prompt", "bucket")  # and these, where a picture is opened:
+SETTINGS = ("negative_prompt", "height", "width", "num_inference_steps", "guidance_scale", "seed")
 COLUMNS = 8
 MARGIN_PX = 16
 LINE_PX = 17
@@ -37,12 +41,13 @@ GROUND, INK, FAINT_INK = "#e8e8e8", "#1a1a1a", "#6a6a6a"
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One row to show. `image` fits a square of THUMB_PX pixels."""
+    """One row to show. `image` fits a square of PREVIEW_PX pixels; `settings` are the row's own, and its shard."""
 
     id: str
     prompt: str
     bucket: str
     image: Image.Image
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +127,7 @@ def _by_shard(chosen: Iterator[tuple[Stretch, int]]) -> list[tuple[int, list[tup
 def _written_rows(folder: RunFolder, plan: RunPlan, ledger: Ledger, shard: int) -> pa.Table:
     """The shard's rows in the plan, with a column that says which of them have an image."""
     planned = plan.shard(shard)
-    rows = plan.rows(planned).select(["id", "prompt", "bucket"])
+    rows = plan.rows(planned).select([*SHOWN, *SETTINGS])
     lines = [line for line in ledger.commits[shard] if line.failed]
     failed = [row_id for line in lines for row_id in writers.stored_ids(folder.root / line.file)]
     without = [*failed, *(rows["id"][place].as_py() for place in planned.dropped)]
@@ -130,7 +135,7 @@ def _written_rows(folder: RunFolder, plan: RunPlan, ledger: Ledger, shard: int) 
     return rows.append_column("written", written)
 
 
-def _nearest(rows: pa.Table, stretch: Stretch, row: int) -> dict[str, str] | None:
+def _nearest(rows: pa.Table, stretch: Stretch, row: int) -> dict[str, Any] | None:
     """The row, or the nearest one of its stretch that has an image."""
     written = np.flatnonzero(rows["written"].slice(stretch.first_row, stretch.num_rows).to_numpy())
     if not len(written):
@@ -140,14 +145,18 @@ def _nearest(rows: pa.Table, stretch: Stretch, row: int) -> dict[str, str] | Non
 
 
 def _read_samples(
-    folder: RunFolder, ledger: Ledger, shard: int, rows: Sequence[dict[str, str]], *, image_format: str
+    folder: RunFolder, ledger: Ledger, shard: int, rows: Sequence[dict[str, Any]], *, image_format: str
 ) -> list[Sample]:
     unique = {row["id"]: row for row in rows}
     [path] = {folder.root / line.file for line in ledger.commits[shard] if line.rows}
     images = read_images(path, list(unique), image_format=image_format)
-    return [
-        Sample(row_id, unique[row_id]["prompt"], unique[row_id]["bucket"], _thumb(image)) for row_id, image in images
-    ]
+    return [_sample(unique[row_id], _preview(image), shard=path) for row_id, image in images]
+
+
+def _sample(row: dict[str, Any], image: Image.Image, *, shard: Path) -> Sample:
+    settings = {name: row[name] for name in SETTINGS if row[name] is not None}
+    name = shard.parent.name if shard.name == writers.METADATA else shard.name
+    return Sample(row["id"], row["prompt"], row["bucket"], image, settings | {"shard": name})
 
 
 def read_images(path: Path, ids: Sequence[str], *, image_format: str) -> Iterator[tuple[str, bytes]]:
@@ -177,10 +186,11 @@ def _from_parquet(path: Path, ids: Sequence[str]) -> Iterator[tuple[str, bytes]]
                     yield row["id"], row["image"]["bytes"]
 
 
-def _thumb(content: bytes) -> Image.Image:
+def _preview(content: bytes) -> Image.Image:
     with Image.open(io.BytesIO(content)) as image:
-        image.draft("RGB", (2 * THUMB_PX, 2 * THUMB_PX))  # a JPEG is decoded at a fraction of its size
-        return ImageOps.contain(image.convert("RGB"), (THUMB_PX, THUMB_PX), Image.Resampling.LANCZOS)
+        side_px = min(PREVIEW_PX, max(THUMB_PX, *image.size))
+        image.draft("RGB", (2 * side_px, 2 * side_px))  # a JPEG is decoded at a fraction of its size
+        return ImageOps.contain(image.convert("RGB"), (side_px, side_px), Image.Resampling.LANCZOS)
 
 
 def draw_sheet(samples: Sequence[Sample]) -> Image.Image:
@@ -198,7 +208,7 @@ def draw_sheet(samples: Sequence[Sample]) -> Image.Image:
 def _draw_sample(sheet: Image.Image, sample: Sample, *, x: int, y: int) -> None:
     """The thumb in the middle of its cell's floor, so that captions stand right below."""
     font, pen = ImageFont.load_default(13), ImageDraw.Draw(sheet)
-    thumb = sample.image
+    thumb = ImageOps.contain(sample.image, (THUMB_PX, THUMB_PX), Image.Resampling.LANCZOS)
     sheet.paste(thumb, (x + (THUMB_PX - thumb.width) // 2, y + THUMB_PX - thumb.height))
     lines = wrap(sample.prompt, font=font, width_px=THUMB_PX, max_lines=CAPTION_LINES)
     for number, text in enumerate(lines):

@@ -63,6 +63,9 @@ class RunFolder:
     def metrics(self, rank: int) -> Path:
         return self.logs / f"metrics-rank-{rank:05d}.jsonl"
 
+    def starts(self, rank: int) -> Path:
+        return self.logs / f"starts-rank-{rank:05d}.jsonl"
+
     @property
     def locks(self) -> Path:
         return self.root / "locks"

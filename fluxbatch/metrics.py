@@ -11,6 +11,7 @@ import importlib
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -18,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from fluxbatch import process
 from fluxbatch.commit import append, replace_file
 from fluxbatch.folder import RunFolder
 from fluxbatch.records import CompressedBatch, StageTimes
@@ -158,11 +160,23 @@ class MetricsLog:
         return line
 
 
+def record_start(folder: RunFolder, rank: int, *, gpu: str | None, rows_done: int, batches_to_make: int) -> None:
+    """One line for a start that has something to draw: what stood there already, and on what the rest is drawn."""
+    folder.logs.mkdir(parents=True, exist_ok=True)
+    line = {"time": _now(), "rank": rank, "host": process.host(), "job": os.environ.get("SLURM_JOB_ID"), "gpu": gpu}
+    line |= {"rows_done": rows_done, "batches_to_make": batches_to_make}
+    append(folder.starts(rank), json.dumps(line) + "\n", durable=False)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
 def batch_line(done: CompressedBatch, *, rank: int, wall_s: float) -> dict[str, Any]:
     """What one batch did, without the GPU. `images_per_s` counts written images only, never padding or failed rows."""
     plan, bucket = done.batch.plan, done.batch.bucket
     return {
-        "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "time": _now(),
         "rank": rank,
         "shard": plan.shard,
         "batch": plan.index,
@@ -200,9 +214,14 @@ class PeakMemory:
             log.info("peak GPU memory, %s: %.2f GiB allocated, %.2f reserved", bucket, allocated_gib, reserved_gib)
 
 
+def wait_key(handover: str) -> str:
+    """The log's key for the time that a hand-over's receiver stood idle."""
+    return f"wait_{handover.replace('->', '_')}_ms"
+
+
 def _times(times: StageTimes) -> dict[str, float | None]:
     stages = {f"{stage}_ms": finite(getattr(times, f"{stage}_ms")) for stage in STAGES}
-    waits = {f"wait_{name.replace('->', '_')}_ms": finite(times.wait_ms.get(name)) for name in HANDOVERS}
+    waits = {wait_key(name): finite(times.wait_ms.get(name)) for name in HANDOVERS}
     return stages | waits
 
 
@@ -216,30 +235,54 @@ def rate(images: int, wall_s: float) -> float | None:
     return finite(images / wall_s, digits=4) if wall_s > 0 else None
 
 
+SUCCESS_METRIC = "fluxbatch_last_success_timestamp_seconds"
 PROMETHEUS = (  # metric, help, key of the status
     ("fluxbatch_images_per_second", "Written images a second over the last batches.", "images_per_s"),
+    (
+        "fluxbatch_gpu_busy_ratio",
+        "Share of the time that the GPUs were in use, over the last batches.",
+        "gpu_busy_share",
+    ),
+    ("fluxbatch_gpu_power_watts", "Mean power of a GPU over the last batches.", "gpu_power_w"),
     ("fluxbatch_eta_seconds", "Time until the last row, at the present rate.", "eta_s"),
     ("fluxbatch_last_commit_timestamp_seconds", "Unix time of the last committed batch.", "last_commit"),
+    ("fluxbatch_seconds_since_last_commit", "Age of the last committed batch when this was written.", "commit_age_s"),
+    (SUCCESS_METRIC, "Unix time when a job that writes this file was complete last.", "last_success"),
+    ("fluxbatch_running_processes", "Live processes that work on this job.", "processes"),
     ("fluxbatch_complete", "1 when no row is pending.", "complete"),
 )
 
 
 def write_prometheus(path: str | Path, status: dict[str, Any]) -> None:
-    """Replace a file for node_exporter's textfile collector by `report.status`'s numbers; unknown ones are left out."""
+    """Replace a file for node_exporter's textfile collector by `report.status`'s numbers; unknown ones are left out.
+
+    The time of the last success outlives a run that has not succeeded yet: alerts ask how long ago it was.
+    """
     label = f'run="{_escaped_label(status["run"])}"'
     lines = ["# HELP fluxbatch_rows Manifest rows by what became of them.", "# TYPE fluxbatch_rows gauge"]
     lines += [
         f'fluxbatch_rows{{{label},state="{state}"}} {status[state]}'
         for state in ("written", "failed", "rejected", "pending")
     ]
+    known = status | {
+        "last_success": status["last_success"] or _last_success(Path(path)),
+        "commit_age_s": time.time() - _number(status["last_commit"]) if status["last_commit"] else None,
+        "processes": len(status["running"]),
+    }
     for metric, text, key in PROMETHEUS:
-        if status[key] is not None:
-            lines += [
-                f"# HELP {metric} {text}",
-                f"# TYPE {metric} gauge",
-                f"{metric}{{{label}}} {_number(status[key])}",
-            ]
+        if known[key] is not None:
+            value = _number(known[key])
+            lines += [f"# HELP {metric} {text}", f"# TYPE {metric} gauge", f"{metric}{{{label}}} {value}"]
     replace_file(Path(path), ("\n".join(lines) + "\n").encode())
+
+
+def _last_success(path: Path) -> float | None:
+    """What the file said before."""
+    try:
+        lines = path.read_text().splitlines()
+        return next((float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{SUCCESS_METRIC}{{")), None)
+    except (OSError, ValueError):
+        return None
 
 
 def _number(value: float | str) -> float:

@@ -54,6 +54,11 @@ class PlanPart:
         return int(self._batches_of_runs().sum())
 
     @property
+    def batches_of_runs(self) -> list[int]:
+        """The number of batches of each run."""
+        return [int(number) for number in self._batches_of_runs()]
+
+    @property
     def num_padded(self) -> int:
         """Slots that are launched with copies and never written."""
         _, sizes = self._starts_and_sizes()

@@ -10,7 +10,7 @@ import re
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, TextIO
 
@@ -20,13 +20,18 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from fluxbatch.config import TelemetryConfig
 
 RECENT_BATCHES = 20
-BAR = "{percentage:3.0f}% {bar} {n_fmt}/{total_fmt} rows, {elapsed}{postfix}"
+GRAINS_S = ((3600, 60), (120, 10), (0, 1))  # a time left of so long is told to so many seconds
+BAR = "{percentage:3.0f}% {bar:20} {n_fmt}/{total_fmt} rows{postfix}"  # cut at the terminal's edge: facts by weight
 # Control characters, line separators, and the marks that turn the direction of a terminal's line.
 LINE_BREAKERS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
 class Progress:
-    """Rows done of `total`, on a bar or in lines (`telemetry.progress`); `done` of them stood there at the start."""
+    """Rows done of `total`, on a bar or in lines (`telemetry.progress`); `done` of them stood there at the start.
+
+    `work` is that of a row of each bucket, `work_left` what this process has to do: rows of different buckets take
+    different times, so the time left is told by it. Without it each row counts the same.
+    """
 
     def __init__(
         self,
@@ -34,6 +39,8 @@ class Progress:
         *,
         total: int,
         done: int,
+        work: Mapping[str, float] | None = None,
+        work_left: float | None = None,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -42,6 +49,8 @@ class Progress:
         self._interval_s = cfg.interval_s
         self._clock = clock
         self._total, self._done, self._failed = total, done, 0
+        self._work = work or {}
+        self._work_left = total - done if work_left is None else work_left
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT_BATCHES)
         self._printed_s = -float("inf")
         self._unsaid = False
@@ -67,6 +76,7 @@ class Progress:
         rows = line["rows_ok"] + line["rows_failed"]
         self._done += rows
         self._failed += line["rows_failed"]
+        self._work_left -= self._work.get(line["bucket"], 1) * rows
         self._recent.append(line)
         self._unsaid = True
         if self._bar is not None:
@@ -88,16 +98,31 @@ class Progress:
         self.note(f"{self._done}/{self._total} rows ({share:.1f} %), {', '.join(self._facts())}")
 
     def _facts(self) -> list[str]:
-        """`3.41 images/s`, `2 failed`, `1024x1024-28`, `about 2:05:10 left`: what is known of them."""
+        """`about 2:05:00 left`, `3.41 images/s`, `2 failed`, `1024x1024-28`, `GPU 98 % at 652 W`: what is known."""
         wall_s = sum(line["wall_s"] or 0 for line in self._recent)
         images = sum(line["rows_ok"] for line in self._recent)
-        rows = images + sum(line["rows_failed"] for line in self._recent)
-        left = max(0, self._total - self._done)
-        facts = [f"{images / wall_s:.2f} images/s"] if wall_s > 0 else []
+        left_s = self._left_s()
+        facts = [f"about {duration(left_s)} left"] if left_s else []
+        facts += [f"{images / wall_s:.2f} images/s"] if wall_s > 0 else []
         facts += [f"{self._failed} failed"] if self._failed else []
-        facts += [self._recent[-1]["bucket"]]
-        facts += [f"about {duration(left * wall_s / rows)} left"] if left and rows and wall_s > 0 else []
-        return facts
+        return [*facts, self._recent[-1]["bucket"], *_gpu_facts(self._recent[-1])]
+
+    def _left_s(self) -> float | None:
+        """By the work of the last batches, first launches of a shape left out where there are others; rounded."""
+        usual = [line for line in self._recent if not line.get("first_of_shape")] or list(self._recent)
+        wall_s = sum(line["wall_s"] or 0 for line in usual)
+        done = sum(self._work.get(line["bucket"], 1) * (line["rows_ok"] + line["rows_failed"]) for line in usual)
+        if wall_s <= 0 or done <= 0 or self._work_left <= 0:
+            return None
+        left_s = self._work_left * wall_s / done
+        grain_s = next(grain_s for from_s, grain_s in GRAINS_S if left_s >= from_s)
+        return round(left_s / grain_s) * grain_s
+
+
+def _gpu_facts(line: dict[str, Any]) -> list[str]:
+    use, power_w = line.get("gpu_utilization_percent"), line.get("gpu_power_w")
+    known = ([f"{use:.0f} %"] if use is not None else []) + ([f"{power_w:.0f} W"] if power_w is not None else [])
+    return [f"GPU {' at '.join(known)}"] if known else []
 
 
 def _mode(wanted: str, stream: TextIO) -> str:
@@ -118,6 +143,11 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours}:{minutes:02d}:{rest:02d}"
     return f"{minutes}:{rest:02d}" if minutes else f"{rest} s"
+
+
+def counted(number: int, one: str, many: str | None = None) -> str:
+    """`1 row`, `1,200 rows`."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
 def data_size(num_bytes: float) -> str:

@@ -22,6 +22,11 @@ class Bucket:
         """`1024x768-28` (height x width - steps), with `-cfg` where there is a second pass."""
         return f"{self.height}x{self.width}-{self.num_inference_steps}" + ("-cfg" if self.negative_pass else "")
 
+    @property
+    def work(self) -> int:
+        """Of one row, in pixels times passes through the transformer: times of different buckets compare by it."""
+        return self.height * self.width * self.num_inference_steps * (2 if self.negative_pass else 1)
+
 
 @dataclass(frozen=True, slots=True)
 class Request:

@@ -5,14 +5,13 @@ Everything comes from the files of the run folder, while it runs and after. Know
 
 from __future__ import annotations
 
-import base64
 import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from datetime import datetime
 from typing import Any
 
-import jinja2
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -21,17 +20,18 @@ from PIL import Image
 from fluxbatch import throughput, writers
 from fluxbatch.card import dataset_card
 from fluxbatch.commit import replace_file
-from fluxbatch.contact_sheet import Sample, draw_sheet, take_samples
+from fluxbatch.contact_sheet import draw_sheet, take_samples
 from fluxbatch.errors import FluxbatchError
 from fluxbatch.folder import RunFolder
 from fluxbatch.lease import live_owners
 from fluxbatch.ledger import Ledger, failed_rows, row_counts
 from fluxbatch.metrics import finite
+from fluxbatch.page import render_html, when
 from fluxbatch.planfile import RunPlan
-from fluxbatch.progress import data_size, duration, one_line
-from fluxbatch.records import BatchPlan, Bucket, RowCounts
+from fluxbatch.progress import counted, duration
+from fluxbatch.records import BatchPlan, RowCounts
 
-TEMPLATE = "report.html.jinja"
+LISTED_ROWS = 20  # of each reason that a row was refused or failed for
 NOTHING = RowCounts(rows=0, written=0, failed=0, rejected=0, pending=0)
 
 
@@ -43,22 +43,75 @@ def status(folder: RunFolder) -> dict[str, Any]:
     plan = RunPlan.open(folder)
     ledger = Ledger.read(folder, plan.revisions if plan else None)
     counts = row_counts(folder, plan, ledger) if plan else NOTHING
-    missing, drawn = _open_batches(folder, plan, ledger) if plan else ([], 0)
+    missing, drawn = open_batches(folder, plan, ledger) if plan else ([], 0)
     recent = throughput.recent_lines(folder)
+    now = throughput.working(recent)
+    running = [f"{owner['host']} pid {owner['pid']} rank {owner['rank']}" for owner in live_owners(folder)]
+    last_commit = max((lines[-1]["time"] for lines in recent.values()), default=None)
     return {
         "run": folder.root.name,
         **asdict(counts),
         "in_open_shards": drawn,
         "complete": plan is not None and counts.pending == 0,
         "finished": folder.success.exists(),
-        "running": [f"{owner['host']} pid {owner['pid']} rank {owner['rank']}" for owner in live_owners(folder)],
-        "images_per_s": finite(throughput.images_per_s(throughput.working(recent)), digits=4),
-        "eta_s": _eta_s(plan, missing, throughput.working(recent)) if plan else None,
-        "last_commit": max((lines[-1]["time"] for lines in recent.values()), default=None),
+        "running": running,
+        "not_running_since": None if running else last_commit,
+        "bucket": now[min(now)][-1]["bucket"] if now else None,
+        "images_per_s": finite(throughput.images_per_s(now), digits=4),
+        "gpu_busy_share": finite(throughput.mean(now, "gpu_utilization_percent", scale=0.01), digits=4),
+        "gpu_power_w": finite(throughput.mean(now, "gpu_power_w")),
+        "eta_s": _eta_s(plan, missing, now) if plan else None,
+        "last_commit": last_commit,
+        "last_success": folder.success.stat().st_mtime if folder.success.exists() else None,
     }
 
 
-def _open_batches(folder: RunFolder, plan: RunPlan, ledger: Ledger) -> tuple[list[BatchPlan], int]:
+def status_words(found: Mapping[str, Any], *, now_s: float) -> str:
+    """The same for a person; `now_s` is Unix time."""
+    lines = [f"{key}: {found[key]}" for key in ("run", "rows", "written", "failed", "rejected")]
+    drawn = found["in_open_shards"]
+    pending = f"pending: {found['pending']}"
+    lines += [pending + (f" ({drawn} of them drawn and safe, in shards that are still open)" if drawn else "")]
+    lines += [f"state: {_state(found, now_s)}"]
+    if found["running"] and found["bucket"]:
+        lines += [f"bucket: {found['bucket']}"]
+    if found["images_per_s"] is not None:
+        lines += [f"rate: {found['images_per_s']:.3g} images/s" + ("" if found["running"] else " when it last ran")]
+    if found["running"] and found["gpu_busy_share"] is not None:
+        lines += [f"GPU: {found['gpu_busy_share']:.0%} in use, {_watts(found['gpu_power_w'])}"]
+    if found["pending"]:
+        lines += [f"time left: {_left(found)}"]
+    if found["last_commit"]:
+        lines += [f"last batch: {when(found['last_commit'])}, {_ago(found['last_commit'], now_s)} ago"]
+    return "\n".join(lines)
+
+
+def _state(found: Mapping[str, Any], now_s: float) -> str:
+    running = found["running"]
+    if running:
+        return f"{counted(len(running), 'process', 'processes')} running: {', '.join(running)}"
+    if found["finished"] and found["complete"]:
+        return "finished"
+    since = found["not_running_since"]
+    stopped = f"not running since {when(since)} ({_ago(since, now_s)})" if since else "not running, nothing drawn yet"
+    return f"{stopped}; the same run command goes on"
+
+
+def _left(found: Mapping[str, Any]) -> str:
+    if found["eta_s"] is None:
+        return "unknown, nothing has been drawn yet"
+    return f"about {duration(found['eta_s'])}" + ("" if found["running"] else " once it runs again")
+
+
+def _watts(power_w: float | None) -> str:
+    return "power unknown" if power_w is None else f"{power_w:.0f} W"
+
+
+def _ago(time: str, now_s: float) -> str:
+    return duration(max(0.0, now_s - datetime.fromisoformat(time).timestamp()))
+
+
+def open_batches(folder: RunFolder, plan: RunPlan, ledger: Ledger) -> tuple[list[BatchPlan], int]:
     """The batches still to be made, and how many rows of open shards are drawn already."""
     on_disk = {int(path.stem.removeprefix("batch-")) for path in folder.batches.glob("batch-*.arrow")}
     pending = [batch for shard in plan.shards() if not ledger.complete(shard) for batch in shard.batches]
@@ -67,14 +120,10 @@ def _open_batches(folder: RunFolder, plan: RunPlan, ledger: Ledger) -> tuple[lis
 
 def _eta_s(plan: RunPlan, missing: Sequence[BatchPlan], ranks: Mapping[int, list[throughput.Line]]) -> int | None:
     """By pixels and steps, not rows: the largest images come first, so that rows would tell too long a time."""
-    work = {run.bucket.name: _work(run.bucket) for part in plan.parts for run in part.runs}
+    work = {run.bucket.name: run.bucket.work for part in plan.parts for run in part.runs}
     left = sum(work[batch.bucket.name] * batch.num_rows for batch in missing)
     speed = throughput.work_per_s(ranks, work)
     return 0 if not left else round(left / speed) if speed else None
-
-
-def _work(bucket: Bucket) -> int:
-    return bucket.height * bucket.width * bucket.num_inference_steps * (2 if bucket.negative_pass else 1)
 
 
 def write_report(folder: RunFolder, *, job: dict[str, Any]) -> dict[str, Any]:
@@ -88,7 +137,7 @@ def write_report(folder: RunFolder, *, job: dict[str, Any]) -> dict[str, Any]:
     samples = take_samples(folder, plan, ledger, image_format=job["settings"]["output"]["image_format"])
     replace_file(folder.report_json, json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False).encode())
     replace_file(folder.contact_sheet, _encoded(draw_sheet(samples), "PNG", optimize=True))
-    replace_file(folder.report_html, render_html(report, samples, points=throughput.points(log)).encode())
+    replace_file(folder.report_html, render_html(report, samples).encode())
     replace_file(folder.card, dataset_card(report, schema=writers.data_schema(plan.schema)))
     return report
 
@@ -104,11 +153,18 @@ def build_report(
         **asdict(counts),
         "complete": counts.pending == 0,
         "totals": throughput.totals(log),
+        "occupancy": throughput.occupancy(log),
+        "over_time": throughput.over_time(log),
         "buckets": _buckets(plan, throughput.by_bucket(log)),
         "reuse": plan.reuse,
         "rejected_by_reason": {reason: found["rows"] for reason, found in rejected.items()},
         "failed_by_reason": {reason: found["rows"] for reason, found in failed.items()},
-        "examples": {reason: found["example"] for reason, found in (rejected | failed).items()},
+        "examples": {reason: found["listed"][0]["message"] for reason, found in (rejected | failed).items()},
+        "listed": {reason: found["listed"] for reason, found in (rejected | failed).items()},
+        "starts": throughput.starts(folder),
+        "rows_made_again": throughput.made_again(log),
+        "plan_parts": [{"kind": part.kind, "rows": part.num_rows} for part in plan.parts],
+        "changes": job.get("changes", []),
         "files": sum(len(lines) for lines in ledger.commits.values()),
         "bytes": _bytes(folder, ledger),
         "version": job["version"],
@@ -120,7 +176,9 @@ def build_report(
 
 def _buckets(plan: RunPlan, measured: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """In the order of the plan; rows that are planned once more are no further rows."""
-    unmeasured: dict[str, Any] = {"images": 0, "images_per_s": None, "median_ms": {}}
+    unmeasured: dict[str, Any]
+    unmeasured = {"images": 0, "images_per_s": None, "median_ms": {}, "ms_per_image": {}, "gpu_joules_per_image": None}
+    unmeasured |= {"peak_reserved_gib": None, "out_of_memory_splits": 0, "warm_up_s": None}
     return [
         {"bucket": bucket.name, **asdict(bucket), "rows": number, **measured.get(bucket.name, unmeasured)}
         for bucket, number in plan.bucket_rows().items()
@@ -130,7 +188,7 @@ def _buckets(plan: RunPlan, measured: Mapping[str, dict[str, Any]]) -> list[dict
 def _rejections(folder: RunFolder) -> dict[str, dict[str, Any]]:
     if not folder.rejected.exists():
         return {}
-    return _by_reason(pq.read_table(folder.rejected, columns=["reason", "message"], partitioning=None))
+    return _by_reason(pq.read_table(folder.rejected, columns=["reason", "row", "id", "message"], partitioning=None))
 
 
 def _failures(folder: RunFolder, plan: RunPlan, failed: Mapping[int, set[str]]) -> dict[str, dict[str, Any]]:
@@ -140,15 +198,20 @@ def _failures(folder: RunFolder, plan: RunPlan, failed: Mapping[int, set[str]]) 
         table = pq.read_table(folder.failed_shard(shard, plan.revisions.get(shard, 0)), partitioning=None)
         table = table.filter(pc.is_in(table["id"], value_set=pa.array(sorted(ids), pa.string())))
         reasons = pc.binary_join_element_wise(table["stage"], table["reason"], ": ")
-        tables.append(pa.table({"reason": reasons, "message": table["message"]}))
+        tables.append(table.select(["id", "attempts", "message"]).append_column("reason", reasons))
     return _by_reason(pa.concat_tables(tables)) if tables else {}
 
 
 def _by_reason(table: pa.Table) -> dict[str, dict[str, Any]]:
-    """Rows and one message for each reason, the most frequent first."""
-    groups = table.group_by("reason", use_threads=False).aggregate([("message", "count"), ("message", "first")])
+    """How many rows each reason has, and the first of them; the most frequent first."""
+    groups = table.group_by("reason", use_threads=False).aggregate([("message", "count")])
     ordered = groups.sort_by([("message_count", "descending"), ("reason", "ascending")]).to_pylist()
-    return {row["reason"]: {"rows": row["message_count"], "example": row["message_first"]} for row in ordered}
+    return {row["reason"]: {"rows": row["message_count"], "listed": _first(table, row["reason"])} for row in ordered}
+
+
+def _first(table: pa.Table, reason: str) -> list[dict[str, Any]]:
+    rows = table.filter(pc.equal(table["reason"], reason)).slice(0, LISTED_ROWS)
+    return rows.drop_columns("reason").to_pylist()
 
 
 def _bytes(folder: RunFolder, ledger: Ledger) -> int:
@@ -159,39 +222,7 @@ def _bytes(folder: RunFolder, ledger: Ledger) -> int:
     return sum(line.bytes for line in lines) + images
 
 
-def render_html(report: Mapping[str, Any], samples: Sequence[Sample], *, points: Sequence[float]) -> str:
-    """report.html: one file that needs nothing else. The template escapes every value; prompts come from anywhere."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("fluxbatch", "."),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"duration": duration, "number": _number, "bytes": data_size, "one_line": one_line}
-    pictures = [{"sample": sample, "uri": _data_uri(sample.image)} for sample in samples]
-    spark, peak = spark_line(points), max(points, default=0.0)
-    return environment.get_template(TEMPLATE).render(report=report, pictures=pictures, spark=spark, peak=peak)
-
-
-def spark_line(points: Sequence[float], *, width: int = 600, height: int = 80) -> str:
-    """The points of an SVG polyline: 0 at the floor, the highest below the ceiling. Empty for fewer than two."""
-    top = max(points, default=0)
-    if len(points) < 2 or top <= 0:
-        return ""
-    step = width / (len(points) - 1)
-    return " ".join(f"{i * step:.1f},{height - 2 - (height - 4) * value / top:.1f}" for i, value in enumerate(points))
-
-
-def _data_uri(image: Image.Image) -> str:
-    return "data:image/jpeg;base64," + base64.b64encode(_encoded(image, "JPEG", quality=90)).decode()
-
-
 def _encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, kind, **options)
     return buffer.getvalue()
-
-
-def _number(value: float | None, digits: int = 0) -> str:
-    return "–" if value is None else f"{value:,.{digits}f}"

@@ -15,15 +15,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fluxbatch import commit, config, job, ledger, preflight, ranks, report, shards
+from fluxbatch import commit, config, forecast, job, ledger, preflight, ranks, report, shards
 from fluxbatch.batch_size import Machine, MeasuredSizes
 from fluxbatch.config import JobConfig, RunConfig
 from fluxbatch.errors import EXIT_DONE, EXIT_ROW_ERRORS, ConfigError, FluxbatchError
 from fluxbatch.folder import RunFolder
 from fluxbatch.lease import Lease
 from fluxbatch.ledger import Ledger
+from fluxbatch.loggers import Loggers, require_loggers
 from fluxbatch.manifest import open_manifest
-from fluxbatch.metrics import GpuSampler, MetricsLog, PeakMemory, write_prometheus
+from fluxbatch.metrics import GpuSampler, MetricsLog, PeakMemory, record_start, write_prometheus
 from fluxbatch.plan import SizeOf, batch_size
 from fluxbatch.planfile import RunPlan
 from fluxbatch.planner import Changes, add_redo, add_retry, prepare
@@ -56,6 +57,7 @@ def run_job(cfg: JobConfig, *, load: LoadModel | None = None) -> tuple[RowCounts
         raise ConfigError(f"output.dir must be a folder, got the file {folder.root}")
     if load is None and not folder.success.exists():
         _check_model(cfg)
+    require_loggers(cfg.telemetry.loggers)
     earlier = open_earlier(cfg)  # refuses before anything is written down of this job
     preflight.probe_folder(folder)
     rank = ranks.resolve(cfg.run, os.environ)
@@ -117,25 +119,54 @@ def _render(share: Share, work: list[ShardPlan], loaded: Callable[[], Model], *,
     with (
         closing(finished),  # an exception here must not leave the stages' threads to a dying interpreter
         GpuSampler(cfg.telemetry.nvml, _device_uuid(model)) as gpu,
-        Progress(cfg.telemetry, total=before.rows - before.rejected, done=before.written + before.failed) as progress,
+        Loggers(cfg, share.folder, rank=share.rank.index) as loggers,
+        _progress(share, work, before) as progress,
     ):
         metrics = MetricsLog(share.folder, share.rank.index, gpu)
+        record_start(
+            share.folder,
+            share.rank.index,
+            gpu=_device_name(model),
+            rows_done=before.written + before.failed,
+            batches_to_make=sum(map(len, share.missing.values())),
+        )
         previous = told = time.monotonic()
         for done in finished:
             share.commit(done)
             peaks.add(done)
             truncated += sum(result.truncated for result in done.results)
             now = time.monotonic()
-            progress.update(metrics.record(done, wall_s=now - previous))
+            line = metrics.record(done, wall_s=now - previous)
+            progress.update(line)
+            loggers.log(line)
             if now - told >= cfg.telemetry.interval_s:
                 _tell_prometheus(share.folder, cfg)
                 told = now
             previous = now
             budget.spend(done)
     peaks.say()
+    _remember_rates(share, _device_name(model))
     if truncated:
         log.warning("%d prompts were longer than model.max_sequence_length=%d and cut; their rows say truncated",
                     truncated, cfg.model.max_sequence_length)  # fmt: skip
+
+
+def _progress(share: Share, work: list[ShardPlan], before: RowCounts) -> Progress:
+    missing = list(share.missing_batches(work))
+    return Progress(
+        share.cfg.telemetry,
+        total=before.rows - before.rejected,
+        done=before.written + before.failed,
+        work={batch.bucket.name: batch.bucket.work for batch in missing},
+        work_left=sum(batch.bucket.work * batch.num_rows for batch in missing),
+    )
+
+
+def _remember_rates(share: Share, device: str | None) -> None:
+    try:
+        forecast.remember_rates(share.folder, share.plan, share.cfg, device=device)
+    except OSError as error:  # the next plan's estimate is worth no job
+        log.warning("%s: what was measured cannot be kept: %s", error.filename, error.strerror)
 
 
 @dataclass
@@ -232,6 +263,14 @@ def _device_uuid(model: Model) -> str | None:
     import torch
 
     return str(torch.cuda.get_device_properties(model.device).uuid)
+
+
+def _device_name(model: Model) -> str | None:
+    if model.device.type != "cuda":
+        return None
+    import torch
+
+    return torch.cuda.get_device_name(model.device)
 
 
 def _settle_settings(folder: RunFolder, description: dict[str, Any], cfg: JobConfig, size_of: SizeOf) -> dict[str, Any]:

@@ -18,20 +18,23 @@ import pyarrow as pa
 
 from fluxbatch.commit import read_lines
 from fluxbatch.folder import RunFolder
-from fluxbatch.metrics import STAGES, finite, rate
+from fluxbatch.metrics import HANDOVERS, STAGES, finite, rate, wait_key
 
 RECENT_BATCHES = 20
 TAIL_BYTES = 64 * 1024  # holds some 60 lines
 QUIET_S = 600.0  # a rank silent for so long, or for three of its batches, is not taken for a working one
 CHUNK = 65_536  # lines held as Python objects at a time
-POINTS = 60
+POINTS = 120
 
 Line = dict[str, Any]
 
 SCHEMA = pa.schema(
     [("time", pa.string()), ("rank", pa.int64()), ("batch", pa.int64()), ("bucket", pa.string())]
-    + [(name, pa.int64()) for name in ("rows_ok", "rows_failed", "rows_padded")]
-    + [(name, pa.float64()) for name in ("wall_s", "gpu_joules", *(f"{stage}_ms" for stage in STAGES))]
+    + [(name, pa.int64()) for name in ("rows_ok", "rows_failed", "rows_padded", "out_of_memory_splits")]
+    + [(name, pa.float64()) for name in ("wall_s", "peak_reserved_gib", *(f"{stage}_ms" for stage in STAGES))]
+    + [(wait_key(handover), pa.float64()) for handover in HANDOVERS]
+    + [(f"gpu_{name}", pa.float64()) for name in ("joules", "utilization_percent", "power_w")]
+    + [("first_of_shape", pa.bool_())]
 )
 
 
@@ -79,6 +82,12 @@ def work_per_s(ranks: Mapping[int, list[Line]], work: Mapping[str, float]) -> fl
     return _summed_rate(ranks, done)
 
 
+def mean(ranks: Mapping[int, list[Line]], key: str, *, scale: float = 1.0) -> float | None:
+    """Of a number in the last batches of all these ranks; None where none of them knows it."""
+    values = [line[key] for lines in ranks.values() for line in lines if line.get(key) is not None]
+    return scale * sum(values) / len(values) if values else None
+
+
 def _summed_rate(ranks: Mapping[int, list[Line]], amounts: Sequence[Sequence[float]]) -> float | None:
     walls = [sum(line["wall_s"] or 0 for line in lines) for lines in ranks.values()]
     rates = [sum(amount) / wall_s for amount, wall_s in zip(amounts, walls, strict=True) if wall_s > 0]
@@ -93,18 +102,74 @@ def read_log(folder: RunFolder) -> pa.Table:
 
 
 def by_bucket(log: pa.Table) -> dict[str, dict[str, Any]]:
-    """For each bucket: images, images a second of one rank, and the median milliseconds of each stage."""
+    """For each bucket: images, images a second of one rank, and what its batches cost.
+
+    `median_ms` is that of a batch; `ms_per_image` the mean, which is right also where one batch does a stage's work for
+    its neighbours (prompts are encoded for several batches at once). `warm_up_s` went by in first launches of a shape.
+    """
     medians = ", ".join(f"median({stage}_ms) AS {stage}" for stage in STAGES)
+    means = ", ".join(f"sum({stage}_ms) / nullif(sum(rows_ok + rows_failed), 0) AS {stage}_mean" for stage in STAGES)
     rows = _query(
-        log, f"SELECT bucket, sum(rows_ok) AS images, sum(wall_s) AS wall_s, {medians} FROM log GROUP BY bucket"
+        log,
+        f"""
+        SELECT bucket, sum(rows_ok) AS images, sum(wall_s) AS wall_s, sum(gpu_joules) AS joules,
+            max(peak_reserved_gib) AS peak_gib, coalesce(sum(out_of_memory_splits), 0)::BIGINT AS splits,
+            sum(wall_s) FILTER (first_of_shape) AS warm_up_s, {medians}, {means}
+        FROM log GROUP BY bucket
+        """,
     )
+    return {row["bucket"]: _bucket_figures(row) for row in rows}
+
+
+def _bucket_figures(row: Mapping[str, Any]) -> dict[str, Any]:
+    images = int(row["images"])
     return {
-        row["bucket"]: {
-            "images": int(row["images"]),
-            "images_per_s": rate(int(row["images"]), row["wall_s"] or 0),
-            "median_ms": {stage: finite(row[stage]) for stage in STAGES},
-        }
-        for row in rows
+        "images": images,
+        "images_per_s": rate(images, row["wall_s"] or 0),
+        "median_ms": {stage: finite(row[stage]) for stage in STAGES},
+        "ms_per_image": {stage: finite(row[f"{stage}_mean"], digits=4) for stage in STAGES},
+        "gpu_joules_per_image": finite(row["joules"] / images) if images and row["joules"] is not None else None,
+        "peak_reserved_gib": finite(row["peak_gib"]),
+        "out_of_memory_splits": row["splits"],
+        "warm_up_s": finite(row["warm_up_s"]),
+    }
+
+
+def launches(log: pa.Table) -> list[dict[str, Any]]:
+    """For each bucket: launched images (padding too) and seconds without first launches of a shape, seconds an image of
+    a quick and of a slow batch, seconds in first launches, and the peak memory. Buckets with fewer than three other
+    batches are left out."""
+    return _query(
+        log,
+        """
+        SELECT bucket, sum(images) FILTER (steady)::BIGINT AS launched, sum(wall_s) FILTER (steady) AS seconds,
+            quantile_cont(wall_s / images, 0.1) FILTER (steady) AS low_s,
+            quantile_cont(wall_s / images, 0.9) FILTER (steady) AS high_s,
+            coalesce(sum(wall_s) FILTER (NOT steady), 0) AS warm_up_s, max(peak_reserved_gib) AS peak_gib
+        FROM (
+            SELECT *, rows_ok + rows_failed + rows_padded AS images, NOT coalesce(first_of_shape, false) AS steady
+            FROM log WHERE wall_s > 0
+        )
+        GROUP BY bucket HAVING count(*) FILTER (steady) >= 3 ORDER BY bucket
+        """,
+    )
+
+
+def occupancy(log: pa.Table) -> dict[str, dict[str, float | None]]:
+    """Of the wall time of all ranks: the share that each stage was at work, and that each receiver stood waiting.
+
+    Stages overlap, and several threads compress at once, so shares add up to more than 1 and one may exceed it.
+    """
+    sums = [f"sum({stage}_ms) AS {stage}" for stage in STAGES]
+    sums += [f"sum({wait_key(handover)}) AS {wait_key(handover)}" for handover in HANDOVERS]
+    [row] = _query(log, f"SELECT sum(wall_s) * 1000 AS wall_ms, {', '.join(sums)} FROM log")
+
+    def share(key: str) -> float | None:
+        return finite(row[key] / row["wall_ms"], digits=4) if row["wall_ms"] and row[key] is not None else None
+
+    return {
+        "busy": {stage: share(stage) for stage in STAGES},
+        "waiting": {handover: share(wait_key(handover)) for handover in HANDOVERS},
     }
 
 
@@ -115,10 +180,12 @@ def totals(log: pa.Table) -> dict[str, Any]:
         """
         SELECT coalesce(sum(images), 0) AS images, coalesce(sum(batches), 0) AS batches,
             coalesce(sum(padded), 0) AS padded, count(*) AS ranks, coalesce(max(wall_s), 0) AS wall_s,
-            sum(joules) AS joules, min(first) AS first, max(last) AS last
+            sum(joules) AS joules, min(first) AS first, max(last) AS last, avg(gpu) / 100 AS gpu
         FROM (
             SELECT sum(rows_ok) AS images, count(*) AS batches, sum(rows_padded) AS padded, sum(wall_s) AS wall_s,
-                sum(gpu_joules) AS joules, min(time) AS first, max(time) AS last
+                sum(gpu_joules) AS joules, min(time) AS first, max(time) AS last,
+                sum(gpu_utilization_percent * wall_s) / nullif(sum(wall_s) FILTER (gpu_utilization_percent >= 0), 0)
+                    AS gpu
             FROM log GROUP BY rank
         )
         """,
@@ -131,6 +198,7 @@ def totals(log: pa.Table) -> dict[str, Any]:
         "ranks": row["ranks"],
         "wall_s": finite(row["wall_s"]),
         "images_per_s": rate(images, row["wall_s"]),
+        "gpu_busy_share": finite(row["gpu"], digits=4),
         "gpu_joules": finite(row["joules"]),
         "gpu_joules_per_image": finite(row["joules"] / images) if images and row["joules"] is not None else None,
         "first_time": row["first"],
@@ -138,16 +206,41 @@ def totals(log: pa.Table) -> dict[str, Any]:
     }
 
 
-def points(log: pa.Table, *, count: int = POINTS) -> list[float]:
-    """Images a second of all ranks, over the run, in at most `count` equal numbers of batches."""
-    rows = _query(
+def over_time(log: pa.Table, *, count: int = POINTS) -> list[dict[str, Any]]:
+    """The run in at most `count` equal numbers of batches: `worked_s` since its first one (pauses left out), images a
+    second of all ranks, and the GPU's use and power."""
+    return _query(
         log,
         f"""
-        SELECT coalesce(sum(rows_ok) / nullif(sum(wall_s), 0), 0) * count(DISTINCT rank) AS images_per_s
-        FROM (SELECT *, ntile({count}) OVER (ORDER BY time) AS piece FROM log) GROUP BY piece ORDER BY piece
+        SELECT sum(seconds) OVER (ORDER BY piece) AS worked_s, time, images_per_s, gpu_utilization_percent, gpu_power_w
+        FROM (
+            SELECT piece, sum(wall_s) / count(DISTINCT rank) AS seconds, max(time) AS time,
+                coalesce(sum(rows_ok) / nullif(sum(wall_s), 0), 0) * count(DISTINCT rank) AS images_per_s,
+                avg(gpu_utilization_percent) AS gpu_utilization_percent, avg(gpu_power_w) AS gpu_power_w
+            FROM (SELECT *, ntile({count}) OVER (ORDER BY time) AS piece FROM log) GROUP BY piece
+        ) ORDER BY piece
         """,
     )
-    return [row["images_per_s"] for row in rows]
+
+
+def made_again(log: pa.Table) -> int:
+    """Rows of batches that the logs tell twice: their files were lost or damaged in between."""
+    [row] = _query(
+        log,
+        """
+        SELECT coalesce(sum(made - most), 0)::BIGINT AS again FROM (
+            SELECT sum(rows_ok + rows_failed) AS made, max(rows_ok + rows_failed) AS most FROM log GROUP BY batch
+        )
+        """,
+    )
+    return row["again"]
+
+
+def starts(folder: RunFolder) -> list[Line]:
+    """What each start of a rank that had something to draw wrote down (`metrics.record_start`), in order of time."""
+    paths = sorted(folder.logs.glob("starts-rank-*.jsonl"))
+    found = [line for path in paths for line in read_lines(path) if isinstance(line.get("time"), str)]
+    return sorted(found, key=lambda line: line["time"])
 
 
 def _query(log: pa.Table, sql: str) -> list[dict[str, Any]]:

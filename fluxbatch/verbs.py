@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fluxbatch import config, estimate, job
+from fluxbatch import config, job
 from fluxbatch.config import JobConfig
 from fluxbatch.errors import EXIT_DISCREPANCY, EXIT_DONE, EXIT_ROW_ERRORS, ConfigError
 from fluxbatch.folder import RunFolder
-from fluxbatch.progress import data_size, duration
 from fluxbatch.records import RowCounts
 
 log = logging.getLogger(__name__)
@@ -37,47 +37,15 @@ def run(cfg: JobConfig) -> Answer:
 
 
 def plan(cfg: JobConfig) -> Answer:
-    """What a run would do, from the manifest alone. Writes nothing, loads no weights."""
-    from fluxbatch.batch_size import RememberedSizes
-    from fluxbatch.manifest import open_manifest
-    from fluxbatch.plan import plan_part
-    from fluxbatch.planner import survey
-    from fluxbatch.reuse import open_earlier
+    """What a run would do, from the manifest and what stands in the run folder. Writes nothing, loads no weights."""
+    from fluxbatch import forecast
 
     _require_manifest(cfg)
     _warn_of_missing_model(cfg)
     _refuse_other_settings(RunFolder(config.output_dir(cfg)), cfg)
-    found = survey(open_manifest(cfg.manifest), config.row_rules(cfg), cfg.manifest, earlier=open_earlier(cfg))
-    sizes = RememberedSizes(cfg)
-    part, taken = plan_part(found.counts, plan=cfg.plan, size_of=sizes), plan_part(found.taken, plan=cfg.plan)
-    hours = estimate.gpu_hours(part, cfg)
-    answer: dict[str, Any] = {
-        "rows": found.rows,
-        "accepted": part.num_rows + taken.num_rows,
-        "rejected": sum(found.rejected.values()),
-        "rejected_by_reason": dict(found.rejected),
-        "rejected_examples": [asdict(example) for examples in found.examples.values() for example in examples],
-        "reuse": found.reuse and {"from": found.reuse["from"], **found.reuse["rows"]},
-        "to_render": part.num_rows,
-        "buckets": [
-            {
-                **asdict(run.bucket),
-                "name": run.bucket.name,
-                "rows": run.num_rows,
-                "batch_size": run.batch_size,
-                "measured_on": sizes.measured_on.get(run.bucket),
-            }
-            for run in part.runs
-        ],
-        "batches": part.num_batches,
-        "padded": part.num_padded,
-        "shards": part.num_shards + taken.num_shards,
-        "image_bytes": estimate.image_bytes(part, cfg) + estimate.image_bytes(taken, cfg),
-        "hours": hours,
-        "output_dir": str(config.output_dir(cfg)),
-    }
+    answer = forecast.forecast(cfg)
     row_errors = answer["rejected"] and cfg.run.fail_on_row_errors
-    return answer, _plan_words(answer, cfg), EXIT_ROW_ERRORS if row_errors else EXIT_DONE
+    return answer, forecast.words(answer), EXIT_ROW_ERRORS if row_errors else EXIT_DONE
 
 
 def _refuse_other_settings(folder: RunFolder, cfg: JobConfig) -> None:
@@ -90,48 +58,12 @@ def _refuse_other_settings(folder: RunFolder, cfg: JobConfig) -> None:
         job.refuse_differences(folder, job.differences(settings, cfg))
 
 
-def _plan_words(answer: dict[str, Any], cfg: JobConfig) -> str:
-    lines = [f"{key}: {answer[key]:,}" for key in ("rows", "accepted", "rejected")]
-    lines += [f"  {reason}: {number:,}" for reason, number in answer["rejected_by_reason"].items()]
-    lines += [f"    row {e['row']}, id {e['id']}: {e['message']}" for e in answer["rejected_examples"]]
-    lines += _reuse_lines(answer)
-    lines += [f"buckets: {len(answer['buckets'])}"]
-    lines += [
-        f"  {bucket['name']}: {bucket['rows']:,} rows in batches of {bucket['batch_size']}"
-        + (f" (measured on {bucket['measured_on']})" if bucket["measured_on"] else "")
-        for bucket in answer["buckets"]
-    ]
-    lines += [f"batches: {answer['batches']:,} ({answer['padded']:,} padded places)", f"shards: {answer['shards']:,}"]
-    lines += [
-        f"bytes: about {data_size(answer['image_bytes'])} of images (a rule of thumb for {cfg.output.image_format})"
-    ]
-    if answer["hours"] is not None:
-        cost = estimate.COSTS[cfg.model.name]
-        lines += [
-            f"hours: about {answer['hours']:.2g} ({duration(answer['hours'] * 3600)}) on {cost.hardware} "
-            f"(a FLOP model at {cost.tflop_per_s:g} TFLOP/s)"
-        ]
-    return "\n".join([*lines, f"output: {answer['output_dir']}"])
-
-
-def _reuse_lines(answer: dict[str, Any]) -> list[str]:
-    found = answer["reuse"]
-    if not found:
-        return []
-    why = ", ".join(f"{found[state]:,} {state}" for state in ("changed", "added", "unwritten") if found[state])
-    return [
-        f"reused: {found['reused']:,} images of {found['from']}, where {found['removed']:,} more rows were",
-        f"to render: {answer['to_render']:,}" + (f" ({why})" if why else ""),
-    ]
-
-
 def status(cfg: JobConfig) -> Answer:
     """How far the run in `output.dir` is, from its files alone."""
     from fluxbatch import report
 
     found = report.status(_existing(cfg))
-    words = "\n".join(f"{key}: {_word(value)}" for key, value in found.items())
-    return found, words, EXIT_DONE
+    return found, report.status_words(found, now_s=time.time()), EXIT_DONE
 
 
 def verify(cfg: JobConfig) -> Answer:
@@ -202,9 +134,3 @@ def _existing(cfg: JobConfig) -> RunFolder:
 
 def _count_lines(counts: RowCounts) -> list[str]:
     return [f"{name}: {getattr(counts, name)}" for name in ("rows", "written", "failed", "rejected", "pending")]
-
-
-def _word(value: Any) -> str:
-    if value is None:
-        return "unknown"
-    return f"{value:.3g}" if isinstance(value, float) else str(value)

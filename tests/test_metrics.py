@@ -338,7 +338,8 @@ def test_br47_the_order_of_nvml_does_not_matter(install: Callable[..., None], or
 
 STATUS = {
     "run": 'a "night"\nrun\\1', "rows": 12, "written": 7, "failed": 1, "rejected": 2, "pending": 2, "images_per_s": 3.5,
-    "eta_s": None, "complete": False, "last_commit": "2026-01-31T06:00:00.250+00:00",
+    "eta_s": None, "complete": False, "last_commit": "2026-01-31T06:00:00.250+00:00", "last_success": None,
+    "running": ["node pid 7 rank 0"], "gpu_busy_share": 0.98, "gpu_power_w": None,
 }  # fmt: skip
 
 
@@ -354,6 +355,29 @@ def test_prometheus_file_declares_and_escapes_every_metric(tmp_path: Path) -> No
     assert any(text.endswith(" 1769839200.25") for text in samples)
     assert "fluxbatch_complete" in names and "fluxbatch_eta_seconds" not in names  # unknown is absent, not zero
     assert list(tmp_path.iterdir()) == [path] and text.endswith("\n")
+
+
+def test_prometheus_reads_it_and_finds_what_alerts_need(tmp_path: Path) -> None:
+    parser = pytest.importorskip("prometheus_client.parser")
+    write_prometheus(tmp_path / "x.prom", STATUS | {"last_success": 1769830000.5})
+    families = list(parser.text_string_to_metric_families((tmp_path / "x.prom").read_text()))
+    samples = {(s.name, s.labels.get("state")): s for family in families for s in family.samples}
+    assert {sample.labels["run"] for sample in samples.values()} == {STATUS["run"]}
+    assert samples["fluxbatch_rows", "failed"].value == 1
+    assert samples["fluxbatch_last_success_timestamp_seconds", None].value == 1769830000.5
+    assert samples["fluxbatch_gpu_busy_ratio", None].value == 0.98
+    assert samples["fluxbatch_running_processes", None].value == 1
+    assert samples["fluxbatch_seconds_since_last_commit", None].value > 0
+    assert ("fluxbatch_gpu_power_watts", None) not in samples
+
+
+def test_the_last_success_outlives_a_run_that_has_not_succeeded_yet(tmp_path: Path) -> None:
+    path = tmp_path / "x.prom"
+    write_prometheus(path, STATUS | {"last_success": 1769830000.5, "run": "yesterday"})
+    write_prometheus(path, STATUS)
+    write_prometheus(path, STATUS)
+    assert "fluxbatch_last_success_timestamp_seconds" in path.read_text() and " 1769830000.5\n" in path.read_text()
+    assert "yesterday" not in path.read_text()
 
 
 # ---- the terminal's view
@@ -393,14 +417,30 @@ def test_br44_lines_are_flushed_as_they_are_said() -> None:
     out = Buffered()
     with Progress(telemetry(), total=8, done=0, stream=out) as progress:
         progress.update(line())
-        assert out.flushed == "4/8 rows (50.0 %), 2.00 images/s, 64x96-4, about 2 s left\n"
+        assert out.flushed == "4/8 rows (50.0 %), about 2 s left, 2.00 images/s, 64x96-4\n"
 
 
 def test_failures_and_rows_done_before_are_counted() -> None:
     out = io.StringIO()
     with Progress(telemetry(), total=1000, done=600, stream=out) as progress:
         progress.update(line(rows_ok=2, rows_failed=2))
-    assert out.getvalue() == "604/1000 rows (60.4 %), 1.00 images/s, 2 failed, 64x96-4, about 3:18 left\n"
+    assert out.getvalue() == "604/1000 rows (60.4 %), about 3:20 left, 1.00 images/s, 2 failed, 64x96-4\n"
+
+
+def test_the_time_left_goes_by_work_and_a_first_launch_does_not_unsettle_it() -> None:
+    out = io.StringIO()
+    work = {"1024x1024-28": 16.0, "256x256-28": 1.0}
+    with Progress(telemetry(), total=108, done=0, work=work, work_left=8 * 16 + 100, stream=out) as progress:
+        progress.update(line(bucket="1024x1024-28", wall_s=900.0, first_of_shape=True))
+        progress.update(line(bucket="1024x1024-28", wall_s=64.0, first_of_shape=False))
+    assert "about 1:40 left" in out.getvalue().splitlines()[-1]  # 100 small images, each a second
+
+
+def test_gpu_use_and_power_are_told_where_they_are_known() -> None:
+    out = io.StringIO()
+    with Progress(telemetry(), total=400, done=0, stream=out) as progress:
+        progress.update(line(gpu_utilization_percent=98.0, gpu_power_w=651.7))
+    assert out.getvalue() == "4/400 rows (1.0 %), about 3:20 left, 2.00 images/s, 64x96-4, GPU 98 % at 652 W\n"
 
 
 def test_nothing_done_says_nothing() -> None:

@@ -38,7 +38,7 @@ from fluxbatch.errors import FluxbatchError
 from fluxbatch.folder import RunFolder
 from fluxbatch.ledger import Ledger
 from fluxbatch.manifest import open_manifest
-from fluxbatch.metrics import GpuSampler, MetricsLog
+from fluxbatch.metrics import GpuSampler, MetricsLog, record_start
 from fluxbatch.planfile import RunPlan
 from fluxbatch.planner import add_retry, prepare
 from fluxbatch.progress import one_line
@@ -194,6 +194,41 @@ def test_status_of_a_finished_run(run: Run) -> None:
     json.dumps(found, allow_nan=False)
 
 
+NOW_S = datetime(2026, 1, 31, 8, tzinfo=UTC).timestamp()
+FOUND = {
+    "run": "night", "rows": 10, "written": 4, "failed": 0, "rejected": 1, "pending": 5, "in_open_shards": 2,
+    "complete": False, "finished": False, "running": ["node pid 7 rank 0"], "not_running_since": None,
+    "bucket": "64x64-4", "images_per_s": 3.414, "gpu_busy_share": 0.98, "gpu_power_w": 651.7, "eta_s": 7500,
+    "last_commit": "2026-01-31T07:59:48.000+00:00", "last_success": None,
+}  # fmt: skip
+
+
+def test_status_tells_a_person_what_is_happening() -> None:
+    assert report.status_words(FOUND, now_s=NOW_S).splitlines() == [
+        "run: night", "rows: 10", "written: 4", "failed: 0", "rejected: 1",
+        "pending: 5 (2 of them drawn and safe, in shards that are still open)",
+        "state: 1 process running: node pid 7 rank 0", "bucket: 64x64-4", "rate: 3.41 images/s",
+        "GPU: 98% in use, 652 W", "time left: about 2:05:00", "last batch: 2026-01-31 07:59:48 UTC, 12 s ago",
+    ]  # fmt: skip
+
+
+def test_status_of_a_run_that_stands_still_says_since_when_and_what_to_do() -> None:
+    found = FOUND | {"running": [], "not_running_since": "2026-01-31T05:00:00.000+00:00"}
+    words = report.status_words(found, now_s=NOW_S)
+    assert "state: not running since 2026-01-31 05:00:00 UTC (3:00:00); the same run command goes on" in words
+    assert "time left: about 2:05:00 once it runs again" in words and "GPU" not in words
+    done = report.status_words(found | {"pending": 0, "complete": True, "finished": True}, now_s=NOW_S)
+    assert "state: finished" in done and "time left" not in done
+    two = report.status_words(FOUND | {"running": ["a", "b"]}, now_s=NOW_S)
+    assert "2 processes running: a, b" in two
+
+
+def test_status_of_a_folder_where_nothing_was_drawn_yet(tmp_path: Path) -> None:
+    found = report.status(start(tmp_path, rows(3), config(tmp_path)).folder)
+    words = report.status_words(found, now_s=NOW_S)
+    assert "not running, nothing drawn yet" in words and "time left: unknown, nothing has been drawn yet" in words
+
+
 def log_line(rank: int, batch: int, *, ago_s: float = 0.0, ok: int = 4, wall_s: float = 2.0) -> dict[str, Any]:
     time = datetime(2026, 1, 31, tzinfo=UTC) - timedelta(seconds=ago_s)
     return {
@@ -237,6 +272,56 @@ def test_a_bucket_has_its_own_rate_and_the_median_of_its_stages(tmp_path: Path) 
     assert (found["96x96-4"]["images_per_s"], found["96x96-4"]["median_ms"]["denoise"]) == (0.0, None)
 
 
+def test_a_stage_that_works_for_its_neighbours_has_a_mean_where_its_median_is_nothing(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    write_log(folder, 0, [{**log_line(0, n), "encode_ms": 0.0 if n % 8 else 320.0} for n in range(16)])
+    found = throughput.by_bucket(throughput.read_log(folder))["64x64-4"]
+    assert (found["median_ms"]["encode"], found["ms_per_image"]["encode"]) == (0.0, 10.0)
+    assert found["gpu_joules_per_image"] == 2.0
+
+
+def test_occupancy_is_a_share_of_the_wall_time_of_all_ranks_and_null_where_nothing_was_measured(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    line = {**log_line(0, 0, wall_s=2.0), "denoise_ms": 1500.0, "wait_prefetch_launch_ms": 20.0}
+    write_log(folder, 0, [line, {**line, "batch": 1}])
+    found = throughput.occupancy(throughput.read_log(folder))
+    assert (found["busy"]["denoise"], found["busy"]["encode"]) == (0.75, None)
+    assert (found["waiting"]["prefetch->launch"], found["waiting"]["compress->commit"]) == (0.01, None)
+    empty = throughput.occupancy(throughput.SCHEMA.empty_table())
+    assert set(empty["busy"].values()) == {None}
+
+
+def test_the_run_over_time_leaves_pauses_out_and_sums_its_ranks(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for rank in (0, 1):
+        write_log(folder, rank, [log_line(rank, 2 * n + rank, ago_s=7200 if n < 2 else 0) for n in range(4)])
+    found = throughput.over_time(throughput.read_log(folder), count=2)
+    assert [(point["worked_s"], point["images_per_s"]) for point in found] == [(4.0, 4.0), (8.0, 4.0)]
+    assert found[0]["gpu_power_w"] is None
+    assert throughput.over_time(throughput.SCHEMA.empty_table()) == []
+
+
+def test_gpu_use_is_weighed_by_time_and_leaves_out_what_nvml_did_not_say(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    told = [(100.0, 3.0), (50.0, 1.0), (None, 9.0)]
+    write_log(folder, 0, [{**log_line(0, 0, wall_s=s), "gpu_utilization_percent": use} for use, s in told])
+    assert throughput.totals(throughput.read_log(folder))["gpu_busy_share"] == 0.875
+
+
+def test_a_batch_that_the_logs_tell_twice_was_made_again(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    write_log(folder, 0, [log_line(0, n) for n in (0, 1, 1, 2)])
+    assert throughput.made_again(throughput.read_log(folder)) == 4
+    assert throughput.made_again(throughput.SCHEMA.empty_table()) == 0
+
+
+def test_a_start_is_written_down_with_what_stood_there(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    record_start(folder, 1, gpu="NVIDIA H200", rows_done=12, batches_to_make=3)
+    [found] = throughput.starts(folder)
+    assert (found["rank"], found["gpu"], found["rows_done"], found["batches_to_make"]) == (1, "NVIDIA H200", 12, 3)
+
+
 @pytest.mark.parametrize("batches, images_per_s", [(0, None), (1, 2.0)])
 def test_br49_the_total_is_defined_for_no_batch_and_for_one(
     tmp_path: Path, batches: int, images_per_s: float | None
@@ -255,6 +340,9 @@ def test_report_json_tells_what_became_of_the_rows(tmp_path: Path) -> None:
     assert [found[k] for k in ("rows", "written", "failed", "rejected", "pending")] == [21, 16, 2, 3, 0]
     assert found["failed_by_reason"] == {"denoise: non_finite": 2}
     assert sum(found["rejected_by_reason"].values()) == 3 and len(found["rejected_by_reason"]) == 1
+    assert [row["id"] for row in found["listed"]["denoise: non_finite"]] == ["row 5/é.x", "row 4/é.x"]
+    [listed] = [found["listed"][reason] for reason in found["rejected_by_reason"]]
+    assert [(row["id"], row["row"]) for row in listed] == [(f"bad {n}", 18 + n) for n in range(3)]
     assert set(found["examples"]) == set(found["failed_by_reason"]) | set(found["rejected_by_reason"])
     assert {b["bucket"]: (b["rows"], b["images"]) for b in found["buckets"]} == {
         "96x64-4": (6, 5), "64x96-4": (6, 6), "64x64-4": (6, 5),
@@ -335,11 +423,6 @@ def test_the_page_follows_the_light_and_fits_a_phone(hostile: Run) -> None:
     text = hostile.folder.report_html.read_text()
     assert "prefers-color-scheme: dark" in text
     assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in Page(text).all("meta")
-
-
-def test_the_spark_line_runs_from_the_first_batch_to_the_last() -> None:
-    assert report.spark_line([1.0, 2.0, 0.0], width=100, height=20) == "0.0,10.0 50.0,2.0 100.0,18.0"
-    assert report.spark_line([1.0]) == report.spark_line([]) == report.spark_line([0.0, 0.0]) == ""
 
 
 # ---- contact sheet

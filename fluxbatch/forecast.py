@@ -1,0 +1,291 @@
+"""What a run would do, before it is paid for: rows, buckets, shards, bytes, hours, cost, memory. Writes nothing.
+
+On a folder that holds a run already it tells what is left. Knows no weights and no tensors.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from fluxbatch import config, estimate, rates, throughput
+from fluxbatch.batch_size import RememberedSizes
+from fluxbatch.config import JobConfig
+from fluxbatch.estimate import Hours, Memory, Spread, Work
+from fluxbatch.folder import RunFolder
+from fluxbatch.ledger import Ledger, row_counts
+from fluxbatch.manifest import Manifest, open_manifest
+from fluxbatch.metrics import finite
+from fluxbatch.plan import PlanPart, SizeOf, plan_part
+from fluxbatch.planfile import RunPlan
+from fluxbatch.planner import Survey, survey
+from fluxbatch.progress import counted, data_size, duration
+from fluxbatch.rates import Known, Observed
+from fluxbatch.records import BatchPlan, Bucket
+from fluxbatch.report import open_batches
+from fluxbatch.reuse import open_earlier
+
+SHOWN_BUCKETS = 20
+CPU = "a CPU"  # as a device of rates
+
+
+def forecast(cfg: JobConfig) -> dict[str, Any]:
+    """The plan of a job, what is left of it, and what that will take."""
+    folder, manifest = RunFolder(config.output_dir(cfg)), open_manifest(cfg.manifest)
+    found = survey(manifest, config.row_rules(cfg), cfg.manifest, earlier=open_earlier(cfg))
+    sizes = RememberedSizes(cfg)
+    part, taken = plan_part(found.counts, plan=cfg.plan, size_of=sizes), plan_part(found.taken, plan=cfg.plan)
+    standing = RunPlan.open(folder)
+    there = _standing(folder, standing, manifest, found, cfg) if standing else None
+    work = list(_left(folder, standing, found, cfg, sizes) if standing else _planned(part))
+    known = _known(folder, standing, cfg)
+    costs = _costs(work, cfg, known, copied=[] if standing else list(_planned(taken)))
+    return _answer(found, part, taken, sizes) | {"run": there, **costs, "output_dir": str(folder.root)}
+
+
+def _answer(found: Survey, part: PlanPart, taken: PlanPart, sizes: RememberedSizes) -> dict[str, Any]:
+    buckets = [
+        {
+            **asdict(run.bucket),
+            "name": run.bucket.name,
+            "rows": run.num_rows,
+            "batch_size": run.batch_size,
+            "batches": batches,
+            "padded": batches * run.batch_size - run.num_rows,
+            "measured_on": sizes.measured_on.get(run.bucket),
+        }
+        for run, batches in zip(part.runs, part.batches_of_runs, strict=True)
+    ]
+    return {
+        "rows": found.rows,
+        "accepted": part.num_rows + taken.num_rows,
+        "rejected": sum(found.rejected.values()),
+        "rejected_by_reason": dict(found.rejected),
+        "rejected_examples": [asdict(example) for examples in found.examples.values() for example in examples],
+        "reuse": found.reuse and {"from": found.reuse["from"], **found.reuse["rows"]},
+        "to_render": part.num_rows,
+        "buckets": buckets,
+        "batches": part.num_batches,
+        "padded": part.num_padded,
+        "shards": part.num_shards + taken.num_shards,
+    }
+
+
+def _standing(folder: RunFolder, plan: RunPlan, manifest: Manifest, found: Survey, cfg: JobConfig) -> dict[str, Any]:
+    """How far the run in the folder is, and how many rows the manifest has grown by since."""
+    ledger = Ledger.read(folder, plan.revisions)
+    same = plan.planned == {"manifest_digest": manifest.digest, "rules": asdict(config.row_rules(cfg))}
+    counts = row_counts(folder, plan, ledger)
+    accepted = sum(found.counts.values()) + sum(found.taken.values())
+    return {
+        "written": counts.written,
+        "failed": counts.failed,
+        "pending": counts.pending,
+        "in_open_shards": open_batches(folder, plan, ledger)[1],
+        "manifest_unchanged": same,
+        "rows_added": 0 if same else max(0, accepted - plan.num_rows),
+    }
+
+
+def _planned(part: PlanPart) -> Iterator[Work]:
+    for run, batches in zip(part.runs, part.batches_of_runs, strict=True):
+        yield Work(run.bucket, run.num_rows, batches * run.batch_size)
+
+
+def _left(folder: RunFolder, plan: RunPlan, found: Survey, cfg: JobConfig, size_of: SizeOf) -> Iterator[Work]:
+    """The planned batches that are not on the disk, and the rows that a bucket has more of than the plan."""
+    missing: dict[Bucket, list[BatchPlan]] = defaultdict(list)
+    for batch in open_batches(folder, plan, Ledger.read(folder, plan.revisions))[0]:
+        missing[batch.bucket].append(batch)
+    for bucket, batches in missing.items():
+        yield Work(bucket, sum(batch.num_rows for batch in batches), sum(batch.size for batch in batches))
+    planned = plan.bucket_rows()
+    rows_now = Counter(found.counts) + Counter(found.taken)
+    added = {bucket: rows - planned.get(bucket, 0) for bucket, rows in rows_now.items()}
+    grown = {bucket: rows for bucket, rows in added.items() if rows > 0}
+    yield from _planned(plan_part(grown, plan=cfg.plan, size_of=size_of))
+
+
+def _known(folder: RunFolder, plan: RunPlan | None, cfg: JobConfig) -> list[Known]:
+    """What this folder's own log has measured, and for other shapes what the user's cache remembers."""
+    remembered = rates.recall(cfg)
+    if plan is None:
+        return remembered
+    own = _observe(folder, plan, cfg)
+    device = next((start["gpu"] for start in reversed(throughput.starts(folder)) if "gpu" in start), None)
+    known = [Known(bucket, device or CPU, (seen,)) for bucket, seen in own.items()]
+    return known + [of for of in remembered if of.bucket not in own and of.device == (device or CPU)]
+
+
+def _costs(work: Sequence[Work], cfg: JobConfig, known: Sequence[Known], *, copied: Sequence[Work]) -> dict[str, Any]:
+    """Hours, price and memory of what is to be drawn, and bytes of that and of what an earlier run gives."""
+    size, size_rests_on = estimate.image_bytes([*work, *copied], cfg, known, codec=rates.codec(cfg.output))
+    hours = estimate.gpu_hours(work, cfg, known)
+    largest = max((part.bucket for part in work), key=lambda bucket: bucket.height * bucket.width, default=None)
+    return {
+        "to_draw": sum(part.rows for part in work),
+        "image_bytes": round(size.likely),
+        "image_bytes_range": [round(size.low), round(size.high)],
+        "image_bytes_rest_on": size_rests_on,
+        **_times(hours, cfg),
+        "memory": _memory(estimate.memory(cfg, known, largest=largest)),
+    }
+
+
+def _times(hours: Hours | None, cfg: JobConfig) -> dict[str, Any]:
+    ranks, price = cfg.run.world_size or 1, cfg.run.gpu_hour_price
+    gpu = hours.gpu if hours else None
+    return {
+        "hours": gpu.likely if gpu else None,
+        "gpu_hours": _range(gpu),
+        "ranks": ranks,
+        "wall_hours": _range(gpu * (1 / ranks) if gpu else None),
+        "hours_rest_on": {ground: finite(share) for ground, share in hours.rests_on.items()} if hours else {},
+        "gpu_hour_price": price,
+        "cost": _range(gpu * price if gpu and price is not None else None),
+    }
+
+
+def _range(spread: Spread | None) -> dict[str, float] | None:
+    return None if spread is None else asdict(spread)
+
+
+def _memory(found: Memory | None) -> dict[str, Any] | None:
+    return None if found is None else {**asdict(found), "fits": found.fits}
+
+
+# In words.
+
+
+def words(answer: Mapping[str, Any]) -> str:
+    """The same for a person."""
+    lines = [f"{key}: {answer[key]:,}" for key in ("rows", "accepted", "rejected")]
+    lines += [f"  {reason}: {number:,}" for reason, number in answer["rejected_by_reason"].items()]
+    lines += [f"    row {e['row']}, id {e['id']}: {e['message']}" for e in answer["rejected_examples"]]
+    lines += _reuse_lines(answer)
+    lines += _bucket_lines(answer["buckets"])
+    lines += [f"batches: {answer['batches']:,} ({answer['padded']:,} padded places)", f"shards: {answer['shards']:,}"]
+    lines += _run_lines(answer)
+    low, high = answer["image_bytes_range"]
+    lines += [
+        f"bytes: about {data_size(answer['image_bytes'])} of images, {data_size(low)} to {data_size(high)} "
+        f"({answer['image_bytes_rest_on']})"
+    ]
+    return "\n".join(
+        [*lines, *_hour_lines(answer), *_memory_lines(answer["memory"]), f"output: {answer['output_dir']}"]
+    )
+
+
+def _reuse_lines(answer: Mapping[str, Any]) -> list[str]:
+    found = answer["reuse"]
+    if not found:
+        return []
+    why = ", ".join(f"{found[state]:,} {state}" for state in ("changed", "added", "unwritten") if found[state])
+    return [
+        f"reused: {found['reused']:,} images of {found['from']}, where {found['removed']:,} more rows were",
+        f"to render: {answer['to_render']:,}" + (f" ({why})" if why else ""),
+    ]
+
+
+def _bucket_lines(buckets: Sequence[Mapping[str, Any]]) -> list[str]:
+    lines = [f"buckets: {len(buckets):,}"]
+    for bucket in buckets[:SHOWN_BUCKETS]:
+        line = (
+            f"  {bucket['name']}: {counted(bucket['rows'], 'row')} in {counted(bucket['batches'], 'batch', 'batches')}"
+        )
+        line += f" of {bucket['batch_size']}" + (f", {bucket['padded']:,} padded" if bucket["padded"] else "")
+        lines += [line + (f" (measured on {bucket['measured_on']})" if bucket["measured_on"] else "")]
+    more = buckets[SHOWN_BUCKETS:]
+    if more:
+        rows, batches = sum(bucket["rows"] for bucket in more), sum(bucket["batches"] for bucket in more)
+        told = f"{counted(rows, 'row')} in {counted(batches, 'batch', 'batches')}"
+        lines += [f"  and {len(more):,} smaller ones: {told} (--json has them all)"]
+    return lines
+
+
+def _run_lines(answer: Mapping[str, Any]) -> list[str]:
+    run = answer["run"]
+    if run is None:
+        return []
+    line = f"already there: {run['written']:,} written, {run['failed']:,} failed"
+    line += f", {run['in_open_shards']:,} in open shards" if run["in_open_shards"] else ""
+    left = counted(answer["to_draw"], "row")
+    lines = [line, f"left to draw: {left}; what follows is for them" if answer["to_draw"] else "left to draw: nothing"]
+    if not run["manifest_unchanged"]:
+        lines += ["  the manifest has changed since; a run compares its rows and says what became of each"]
+    return lines
+
+
+def _hour_lines(answer: Mapping[str, Any]) -> list[str]:
+    gpu, wall, cost = answer["gpu_hours"], answer["wall_hours"], answer["cost"]
+    if gpu is None:
+        return ["hours: unknown for this model; the first run measures them"]
+    grounds = [
+        ground if share > 0.995 else f"{ground} ({share:.0%})" for ground, share in answer["hours_rest_on"].items()
+    ]
+    rests = f" ({'; '.join(grounds)})" if grounds else ""
+    lines = [f"GPU hours: about {_hours(gpu)}{rests}"]
+    ranks = counted(answer["ranks"], "rank")
+    lines += [f"wall time: about {_durations(wall)} with {ranks}, without loading the model"]
+    if cost is not None:
+        lines += [f"cost: about {_hours(cost)} at {answer['gpu_hour_price']:g} a GPU hour"]
+    return lines
+
+
+def _hours(of: Mapping[str, float]) -> str:
+    return f"{of['likely']:,.3g}, {of['low']:,.3g} to {of['high']:,.3g}"
+
+
+def _durations(of: Mapping[str, float]) -> str:
+    return f"{duration(of['likely'] * 3600)}, {duration(of['low'] * 3600)} to {duration(of['high'] * 3600)}"
+
+
+def _memory_lines(memory: Mapping[str, Any] | None) -> list[str]:
+    if memory is None:
+        return []
+    line = f"peak memory: about {memory['peak_gib']:.1f} GiB of the GPU ({memory['rests_on']}"
+    line += f"; weights {memory['weights_gib']:.1f}" + (", text encoder windowed)" if memory["windowed"] else ")")
+    if memory["fits"] is None:
+        return [line]
+    verdict = "fits" if memory["fits"] else "does not fit"
+    return [f"{line}: {verdict} into model.memory_budget_gib={memory['budget_gib']:g}"]
+
+
+# What this run measured, for the plans of others.
+
+
+def remember_rates(folder: RunFolder, plan: RunPlan, cfg: JobConfig, *, device: str | None) -> None:
+    """Keep the rates and sizes of a run's log where later plans look for them."""
+    rates.remember(cfg, device=device or CPU, observed=_observe(folder, plan, cfg))
+
+
+def _observe(folder: RunFolder, plan: RunPlan, cfg: JobConfig) -> dict[Bucket, Observed]:
+    buckets = {run.bucket.name: run.bucket for part in plan.parts for run in part.runs}
+    log = throughput.read_log(folder)
+    shared: dict[str, Any] = {
+        "run": str(folder.root),
+        "time": throughput.totals(log)["last_time"] or "",
+        "codec": rates.codec(cfg.output),
+        "bytes_per_pixel": _bytes_per_pixel(folder, plan),
+    }
+    measured = [row for row in throughput.launches(log) if row["bucket"] in buckets]
+    return {
+        buckets[row["bucket"]]: Observed(**shared, **{key: row[key] for key in row if key != "bucket"})
+        for row in measured
+    }
+
+
+def _bytes_per_pixel(folder: RunFolder, plan: RunPlan) -> float | None:
+    """Of the shards that are committed, with all that stands in them."""
+    ledger = Ledger.read(folder, plan.revisions)
+    pixels = size = 0
+    for shard in plan.shards():
+        lines = [line for line in ledger.commits.get(shard.index, ()) if line.rows and line.file.startswith("data/")]
+        rows = sum(batch.num_rows for batch in shard.batches)
+        area = sum(batch.num_rows * batch.bucket.height * batch.bucket.width for batch in shard.batches)
+        if lines and rows:
+            pixels += area * sum(line.rows for line in lines) // rows
+            size += sum(line.bytes for line in lines)
+    return size / pixels if pixels else None
