@@ -126,10 +126,10 @@ def _refuse_stray_words(arguments: list[str]) -> None:
 
 def _to_config(composed: DictConfig) -> JobConfig:
     _refuse_added_keys(composed)
-    missing = sorted(OmegaConf.missing_keys(composed))
-    if missing:  # `model=[]` composes, and leaves nothing in the group
-        raise ConfigError(f"{missing[0]} must be set, got nothing; was its group given an empty list?")
-    cfg = OmegaConf.to_object(composed)
+    try:
+        cfg = OmegaConf.to_object(composed)
+    except OmegaConfBaseException as error:  # `model=[]` composes, and leaves nothing in the group
+        raise ConfigError(f"{error.full_key} must be set, got nothing; was its group given an empty list?") from error
     assert isinstance(cfg, JobConfig)
     return cfg
 
