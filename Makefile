@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PARALLEL := -n auto --dist worksteal
 
 .PHONY: setup demo test check faults slow bench clean
 
@@ -19,13 +20,13 @@ demo: setup
 	@echo "next: source $(BIN)/activate; python -m fluxbatch --help"
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 faults: setup
 	$(BIN)/python -m pytest -m "faults and not gpu" -p no:cacheprovider

@@ -41,7 +41,7 @@ def card_data(report: Mapping[str, Any], *, schema: pa.Schema) -> dict[str, Any]
     }
     if settings["model"]["license"] == "other":  # the Hub wants a name for it
         data |= {"license_name": f"{settings['model']['name']}-license"}
-    return data | _base_model(settings["model"]) | (_data_files(settings["output"], schema) if written else {})
+    return data | _base_model(settings["model"]) | _data_files(settings["output"], schema)
 
 
 def _base_model(model: Mapping[str, Any]) -> dict[str, Any]:

@@ -37,6 +37,7 @@ FLAGS_WITH_VALUE = ("--config-dir", "-cd", "--config-path", "-cp", "--config-nam
                     "-c", "--info", "-i", "--experimental-rerun")  # fmt: skip
 FLAGS = (*FLAGS_WITH_VALUE, "--help", "--hydra-help", "--version", "--resolve", "--run", "--multirun",
          "--shell-completion")  # fmt: skip
+MULTIRUN = {"-m", "--multirun"}
 KINDS = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false", "String": "text"}
 
 
@@ -57,9 +58,10 @@ def with_config(overrides: list[str], do: Callable[[JobConfig], int]) -> int:
 
     _refuse_stray_words(overrides)
     with tempfile.TemporaryDirectory(prefix="fluxbatch-") as sweep_folder:
-        if {"-m", "--multirun"} & set(overrides):
+        if MULTIRUN & set(overrides):
             # Hydra leaves a multirun.yaml in it, else where the command was given.
-            sys.argv = ["fluxbatch", f"hydra.sweep.dir={sweep_folder}", *overrides]
+            others = [override for override in overrides if override not in MULTIRUN]
+            sys.argv = ["fluxbatch", "-m", *others, f"hydra.sweep.dir={sweep_folder}"]
         else:
             sys.argv = ["fluxbatch", *map(_literal, overrides)]
         _compose(task, overrides)

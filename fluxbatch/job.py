@@ -45,7 +45,8 @@ def read_job(folder: RunFolder) -> dict[str, Any] | None:
     """What job.json says; None where there is none, or an unreadable one."""
     try:
         stored = json.loads(folder.job.read_bytes())
-        is_ours = all(isinstance(stored[key], dict) for key in ("fingerprint", "settings"))
+        is_ours = all(isinstance(stored[key], dict) for key in ("fingerprint", "settings", "versions"))
+        is_ours &= all(isinstance(stored[key], str) for key in ("version", "created"))
         return stored if is_ours else None
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None

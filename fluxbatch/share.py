@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -133,16 +134,17 @@ class Share:
         `check` is called between batches, and raises to stop.
         """
         donors = functools.cache(lambda path: reuse.open_donor(path, self.cfg))
+        taken, began = 0, time.monotonic()
         for shard in work:
             path = self.plan.taken(shard.index)
             donor = donors(path) if path else None
-            if donor:
-                self._take(shard, donor, check)
+            taken += self._take(shard, donor, check) if donor else 0
+        if taken:
+            log.info("%d images were taken over in %.1f s", taken, time.monotonic() - began)
         return [shard for shard in work if shard.index in self.missing]
 
-    def _take(self, shard: ShardPlan, donor: Donor, check: Callable[[], None]) -> None:
-        found = donor.locate(self.plan.rows(shard))
-        rows = 0
+    def _take(self, shard: ShardPlan, donor: Donor, check: Callable[[], None]) -> int:
+        found, rows = donor.locate(self.plan.rows(shard)), 0
         for plan in list(self.missing_batches([shard])):
             check()
             batch = self.plan.batch(plan)
@@ -150,7 +152,8 @@ class Share:
             if results:
                 self.commit(CompressedBatch(batch, results))
                 rows += len(results)
-        log.info("shard %d: %d images taken over, %d rows to be drawn", shard.index, rows, shard.num_kept - rows)
+        log.debug("shard %d: %d images taken over", shard.index, rows)
+        return rows
 
     def missing_batches(self, work: list[ShardPlan]) -> Iterator[BatchPlan]:
         """The batches to make, in plan order."""

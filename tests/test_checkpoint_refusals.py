@@ -7,6 +7,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from checkpoint_files import Tensors, bfl, comfy_metadata, fp8, fp8_values, nvfp4, quantised, write
@@ -223,6 +224,21 @@ def test_a_base_needs_no_transformer_weights(file: Path, flux1: Tensors, flux1_b
     load_model(settings("flux1", base, path=str(write(file, flux1))), true_cfg_scale=2.0)
     (base / "transformer" / "config.json").unlink()
     assert "transformer/config.json is missing in" in refusal(file, base)
+
+
+def test_of_a_base_on_the_hub_no_transformer_weights_are_fetched(
+    file: Path, flux1: Tensors, flux1_base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def snapshot_download(name: str, *, allow_patterns: list[str], **_: Any) -> str:
+        asked.extend([name, *allow_patterns])
+        return str(flux1_base)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    check_model(settings("flux1", Path("some/dev"), path=str(write(file, flux1))))
+    assert asked[0] == "some/dev"
+    assert [pattern for pattern in asked if pattern.startswith("transformer")] == ["transformer/config.json"]
 
 
 def test_a_base_of_another_kind_is_refused(file: Path, flux2: Tensors, flux1_base: Path) -> None:

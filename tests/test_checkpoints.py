@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -25,11 +26,11 @@ from diffusers.loaders import single_file_utils
 from safetensors.torch import load_file
 from test_parity import pixels
 from test_parity import request as row
-from tiny_models import model_config
+from tiny_models import loud, model_config
 
 from fluxbatch import tiny
 from fluxbatch.config import ModelConfig
-from fluxbatch.models import check_model, load_model
+from fluxbatch.models import check_model, load_model, residency
 from fluxbatch.models.checkpoints import convert
 from fluxbatch.models.checkpoints.names import groups
 from fluxbatch.models.checkpoints.nvfp4 import Order
@@ -107,6 +108,21 @@ def test_a_comfy_nvfp4_file_of_flux2_draws_what_its_numbers_mean(
     assert_file_draws_what_its_numbers_mean(path, meant=meant, base=flux2_base, family="flux2")
     told = "FLUX.2 under Black Forest Labs' names, layers: 16 plain, 9 NVFP4 (high nibble first, swizzled scales)"
     assert f"model.path={path}: {told}" in caplog.messages
+
+
+@pytest.mark.parametrize("labeled", [False, True])
+def test_what_pads_sizes_to_16_is_cut_off(labeled: bool, flux2_base: Path, tmp_path: Path) -> None:
+    """A width of 24: QKV of 72 rows and 24 columns stored as 80 and 32."""
+    base = Path(shutil.copytree(flux2_base, tmp_path / "base"))
+    config = json.loads((base / "transformer" / "config.json").read_text())
+    narrow = {"num_attention_heads": 3, "attention_head_dim": 8, "axes_dims_rope": [2, 2, 2, 2]}
+    torch.manual_seed(4)
+    transformer = Flux2Transformer2DModel.from_config({**config, **narrow})
+    loud(transformer, gain=2.0).save_pretrained(base / "transformer")
+    stored, meant = quantised(bfl(state(base), family="flux2"), is_block, nvfp4, nvfp4_values)
+    assert stored["double_blocks.0.img_attn.qkv.weight"].shape == (80, 16)
+    path = write(tmp_path / "model.safetensors", stored, comfy_metadata(stored) if labeled else None)
+    assert_file_draws_what_its_numbers_mean(path, meant=meant, base=base, family="flux2")
 
 
 def test_a_modelopt_nvfp4_file_with_split_qkv_draws_what_its_numbers_mean(flux2_base: Path, tmp_path: Path) -> None:
@@ -199,6 +215,35 @@ def test_the_embedded_model_needs_no_base(tmp_path: Path) -> None:
     folder = model_config(max_sequence_length=64)
     ours, theirs = (load_model(c, true_cfg_scale=2.0) for c in (cfg, folder))
     assert all((a == b).all() for a, b in zip(pixels(ours, ROWS[:1]), pixels(theirs, ROWS[:1]), strict=True))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kernels": "fused"},
+        {"kernels": "fused", "dtype": "bfloat16", "quantization": "fp8"},
+        {"dtype": "bfloat16", "quantization": "fp8", "residency": "windowed"},
+    ],
+)
+@pytest.mark.parametrize("family", ["flux1", "flux2"])
+def test_a_file_goes_on_like_a_folder(family: str, changes: dict[str, str], request: Any, tmp_path: Path) -> None:
+    """Fused operations, FP8 made of what was dequantised, text encoder layers on the host."""
+    base = request.getfixturevalue(f"{family}_base")
+    path = write(tmp_path / "model.safetensors", bfl(state(base), family=family))
+    ours = load_model(settings(family, base, path=str(path), **changes), true_cfg_scale=2.0)
+    folder = load_model(settings(family, None, path=str(base), **changes), true_cfg_scale=2.0)
+    assert all((a == b).all() for a, b in zip(pixels(ours, ROWS), pixels(folder, ROWS), strict=True))
+
+
+@pytest.mark.parametrize("family", ["flux1", "flux2"])
+def test_the_memory_of_a_file_is_foretold_as_that_of_the_folder(family: str, request: Any, tmp_path: Path) -> None:
+    """From the header: four-bit weights will take what they take once dequantised."""
+    base = request.getfixturevalue(f"{family}_base")
+    stored, _ = quantised(bfl(state(base), family=family), is_block, nvfp4, nvfp4_values)
+    path = write(tmp_path / "model.safetensors", stored)
+    assert residency._stored_shapes(settings(family, base, path=str(path))) == residency._stored_shapes(
+        settings(family, None, path=str(base))
+    )
 
 
 # --- names ------------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ def made(tmp_path: Path) -> list[dict[str, Any]]:
     return pq.read_table(tmp_path / "out.parquet").to_pylist()
 
 
-def test_a_csv_keeps_every_letter_of_ids_prompts_and_own_columns(tmp_path: Path) -> None:
+def test_br03_a_csv_keeps_every_letter_of_ids_seeds_prompts_and_own_columns(tmp_path: Path) -> None:
     text = 'id,prompt,height,width,seed,sku\n007,"a ""red"" mug,\na hat",1024,768.0,18446744073709551615,00123\n'
     assert make(tmp_path, text + "\n008,猫,,,,2024-01-01\n").rows == 2
     first, second = made(tmp_path)
@@ -112,7 +112,7 @@ def test_lists_alone_make_a_grid_without_a_file(tmp_path: Path) -> None:
         ("x", "doc", ["from must end in one of .csv"]),
     ],
 )  # fmt: skip
-def test_a_bad_file_is_refused_with_its_line_and_nothing_is_written(
+def test_br05_br08_a_bad_file_is_refused_with_its_line_and_nothing_is_written(
     tmp_path: Path, content: str | bytes, suffix: str, words: list[str]
 ) -> None:
     with pytest.raises(ManifestError) as refused:
@@ -145,6 +145,22 @@ def test_a_senseless_word_is_one_sentence(tmp_path: Path, given: dict[str, str],
     with pytest.raises(ConfigError) as refused:
         make(tmp_path, "id,prompt\na,x\n", **{key.replace(".", "__"): value for key, value in given.items()})
     assert word in str(refused.value)
+
+
+def test_br01_a_column_that_is_null_at_first_takes_the_type_that_comes_later(tmp_path: Path) -> None:
+    lines = [json.dumps({"prompt": "x", "note": None}) for _ in range(9000)] + [
+        '{"prompt": "y", "note": 1.5, "tag": "t"}'
+    ]
+    assert make(tmp_path, "\n".join(lines), "jsonl").rows == 9001
+    assert made(tmp_path)[-1] == {"id": "row-000009000", "prompt": "y", "note": 1.5, "tag": "t"}
+
+
+def test_a_fault_far_down_is_named_and_faults_are_counted(tmp_path: Path) -> None:
+    lines = ["id,prompt,width", *(f"{n},x,{64 if n % 1000 else 65}" for n in range(20_000))]
+    with pytest.raises(ManifestError) as refused:
+        make(tmp_path, "\n".join(lines))
+    assert "line 4002: width must be a multiple of 16, got 65" in str(refused.value)
+    assert "20 faults in all; nothing was written" in str(refused.value)
 
 
 def test_seeds_beside_a_seed_column_are_refused(tmp_path: Path) -> None:

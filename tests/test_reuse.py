@@ -228,7 +228,7 @@ def fast(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield made
 
 
-def test_killed_at_every_step_it_goes_on_to_the_same_images(tmp_path: Path, fast: Forge, faults: Faults) -> None:
+def test_killed_at_steps_all_along_it_goes_on_to_the_same_images(tmp_path: Path, fast: Forge, faults: Faults) -> None:
     manifest(tmp_path / "m.parquet", rows(14))
     assert fast(settings(tmp_path, out="yesterday")).returncode == 0
     manifest(tmp_path / "m.parquet", next_night(14))

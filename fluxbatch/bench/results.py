@@ -124,4 +124,4 @@ def _settings(cfg: JobConfig) -> dict[str, Any]:
         "pipeline.compress_workers": cfg.pipeline.compress_workers,
         "model.decode_max_pixels": cfg.model.decode_max_pixels,
     }
-    return {key: value for key, value in fingerprint(cfg).items() if key != "model.path"} | others
+    return {key: value for key, value in fingerprint(cfg).items() if key not in ("model.path", "model.base")} | others

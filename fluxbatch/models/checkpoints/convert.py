@@ -141,6 +141,7 @@ def _refuse_strangers(checkpoint: Checkpoint, found: Sequence[Group]) -> None:
 
 
 def _refuse_misfits(group: Group, checkpoint: Checkpoint, shapes: Shapes) -> None:
+    has_bias = f"{group.targets[0]}.bias" in shapes
     for source, wanted in zip(group.sources, _wanted(group, shapes), strict=True):
         module = checkpoint.modules[source]
         held = _weight_shape(module)
@@ -149,14 +150,19 @@ def _refuse_misfits(group: Group, checkpoint: Checkpoint, shapes: Shapes) -> Non
                 f"model.path must have the sizes of model.base's transformer, got {checkpoint.header.path}: "
                 f"{source} is {list(held)}, not {list(wanted)}"
             )
-        bias = module.entries.get("bias")
-        has_bias = f"{group.targets[0]}.bias" in shapes
-        if (bias is not None) != has_bias or (bias is not None and not _fits(module.layout, bias.numel, wanted[0])):
-            told = "has none" if bias is None else f"has {list(bias.shape)}"
+        if not _bias_fits(module, wanted[0] if has_bias else None):
+            told = list(module.entries["bias"].shape) if "bias" in module.entries else "none"
             raise ConfigError(
                 f"model.path must have {f'a bias of {wanted[0]}' if has_bias else 'no bias'} in {source}, "
-                f"got {checkpoint.header.path}, which {told}"
+                f"got {checkpoint.header.path}, which has {told}"
             )
+
+
+def _bias_fits(module: Module, wanted: int | None) -> bool:
+    bias = module.entries.get("bias")
+    if bias is None or wanted is None:
+        return bias is None and wanted is None
+    return _fits(module.layout, bias.numel, wanted)
 
 
 def _wanted(group: Group, shapes: Shapes) -> Iterator[tuple[int, ...]]:
