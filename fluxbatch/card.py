@@ -39,7 +39,16 @@ def card_data(report: Mapping[str, Any], *, schema: pa.Schema) -> dict[str, Any]
         "tags": ["fluxbatch", "synthetic", "text-to-image", settings["model"]["name"]],
         "size_categories": [size_category(written)],
     }
-    return data | _data_files(settings["output"], schema)
+    if settings["model"]["license"] == "other":  # the Hub wants a name for it
+        data |= {"license_name": f"{settings['model']['name']}-license"}
+    return data | _base_model(settings["model"]) | _data_files(settings["output"], schema)
+
+
+def _base_model(model: Mapping[str, Any]) -> dict[str, Any]:
+    """The Hub's link to the model, where its path is a name there and no folder here."""
+    path = model["path"] or ""
+    is_hub_id = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", path) is not None
+    return {"base_model": path} if is_hub_id and not model["random_weights"] else {}
 
 
 def size_category(rows: int) -> str:
@@ -135,6 +144,9 @@ def _made(report: Mapping[str, Any]) -> str:
     settings, versions = report["settings"], report["versions"]
     model, sampler, output = settings["model"], settings["sampler"], settings["output"]
     facts = [
+        ["model", f"{_model(model)}" + (f", revision {model['revision']}" if model["revision"] else "")],
+        ["licence of the model", model["license"]],
+        ["sampler", _sampler(settings)],
         ["weights", f"{model['dtype']}, quantization {model['quantization']}"],
         ["rows without a size", f"{sampler['height']}x{sampler['width']} (height x width)"],
         ["rows without steps or guidance", f"{sampler['num_inference_steps']} steps, {sampler['guidance_scale']:g}"],
@@ -144,6 +156,14 @@ def _made(report: Mapping[str, Any]) -> str:
         ["software", ", ".join(f"{name} {version}" for name, version in versions.items() if version)],
     ]
     return _table(["", ""], [fact for fact in facts if fact[1]])
+
+
+def _sampler(settings: Mapping[str, Any]) -> str:
+    """How latents become an image, as the model's family does it."""
+    guided = {"embedded": "guidance embedded", "classifier_free": "classifier-free guidance", "none": "no guidance"}
+    return (
+        f"Euler steps of the flow ODE, {guided[settings['model']['guidance']]}; noise drawn on the CPU from each seed"
+    )
 
 
 def _buckets(buckets: Sequence[Mapping[str, Any]]) -> str:

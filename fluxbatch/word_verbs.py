@@ -158,7 +158,28 @@ def _changed_versions(folder: RunFolder) -> list[tuple[str, str | None, str | No
     return [(name, stored.get(name), now) for name, now in job.versions().items() if stored.get(name) != now]
 
 
+def publish(words: Words) -> Answer:
+    """A complete run to the Hugging Face Hub."""
+    from fluxbatch.publish import publish as publish_run
+
+    for name in ("output.dir", "repo"):
+        if not words.get(name):
+            raise ConfigError(f"{name} must be given, got nothing")
+    private = words.get("private", "true")
+    if private not in ("true", "false"):
+        raise ConfigError(f"private must be true or false, got {private!r}")
+    folder = RunFolder(Path(words["output.dir"]).expanduser().absolute())
+    if job.read_job(folder) is None:
+        raise ConfigError(f"output.dir must be a run folder (with a job.json), got {folder.root}")
+    done = publish_run(folder, repo=words["repo"], private=private == "true")
+    lines = [f"published: {done.rows:,} images", f"repo: {done.repo} ({'private' if done.private else 'public'})"]
+    return asdict(done), "\n".join([*lines, f"address: {done.url}"]), EXIT_DONE
+
+
 VERBS: dict[str, WordVerb] = {
+    "publish": WordVerb(
+        ("output.dir", "repo", "private"), "publish output.dir=outputs/mine repo=OWNER/NAME [private=false]", publish
+    ),
     "show": WordVerb(("output.dir", "id", "to"), "show output.dir=outputs/mine id=ROW [to=picture.png]", show),
     "render": WordVerb(("output.dir", "id", "to"), "render output.dir=outputs/mine id=ROW [to=again.png]", render),
     "manifest": WordVerb(

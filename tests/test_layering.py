@@ -20,7 +20,7 @@ RANKS = [
     {"writers", "make_manifest"},
     {"shards"},
     {"ledger", "stored_images"},
-    {"verify", "metrics", "progress", "loggers", "one_row", "reuse"},
+    {"verify", "metrics", "progress", "loggers", "one_row", "reuse", "publish"},
     {"models", "repair"},
     {"pipeline"},
     {"card", "charts", "contact_sheet", "throughput", "preflight"},

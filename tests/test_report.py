@@ -619,6 +619,20 @@ def test_the_card_says_licence_size_and_failures_and_no_markup_gets_through(host
 
 
 @pytest.mark.parametrize(
+    "path, base",
+    [("black-forest-labs/FLUX.1-dev", "black-forest-labs/FLUX.1-dev"), ("/models/a/b", None), (None, None)],
+)
+def test_the_card_names_model_revision_licence_and_sampler(run: Run, path: str | None, base: str | None) -> None:
+    run.cfg.model.path, run.cfg.model.revision, run.cfg.model.license = path, "3de623f", "other"
+    run.do()
+    run.report()
+    data, text = front_matter(run.folder), run.folder.card.read_text()
+    assert data.get("base_model") == base
+    assert (data["license"], data["license_name"]) == ("other", "tiny-license")
+    assert "revision 3de623f" in text and "Euler steps of the flow ODE, guidance embedded" in text
+
+
+@pytest.mark.parametrize(
     "number, words",
     [(0, "n<1K"), (999, "n<1K"), (1000, "1K<n<10K"), (10**9 - 1, "100M<n<1B"), (10**12, "n>1B")],
 )
