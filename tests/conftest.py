@@ -27,6 +27,12 @@ COUNTED = (
 )
 
 
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What a job remembers is for its test alone, and never in the user's cache."""
+    monkeypatch.setenv("FLUXBATCH_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
 class Faults:
     """What was done to jobs, and what became of their rows."""
 
