@@ -297,14 +297,16 @@ def killed_redo(
     assert not list((tmp_path / "run").rglob(".tmp-*"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", ["webdataset", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("parquet", "folder"))]
+)
 def test_a_redo_killed_at_some_steps_in_a_row_ends_like_one_that_was_not(
     forked: Forge, tmp_path: Path, kind: str, faults: Faults
 ) -> None:
     killed_redo(forked, tmp_path, kind, [], lambda steps: steps[3 : len(steps) : 6], faults)
 
 
-@pytest.mark.parametrize("kind", ["parquet", "folder"])
+@pytest.mark.parametrize("kind", ["parquet", pytest.param("folder", marks=pytest.mark.slow)])
 def test_other_settings_killed_at_some_steps_in_a_row(forked: Forge, tmp_path: Path, kind: str, faults: Faults) -> None:
     killed_redo(forked, tmp_path, kind, ["output.image_format=jpeg"], lambda steps: steps[4 : len(steps) : 9], faults)
 

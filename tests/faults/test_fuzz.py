@@ -16,7 +16,7 @@ from fluxbatch.config import JobConfig
 from fluxbatch.errors import FluxbatchError
 
 HARNESS = Path(__file__).parent / "fuzz_doors.py"
-QUICK = {"manifest": 20, "footer": 20, "plan": 5, "ledger": 5, "part": 4, "rejected": 3, "job": 3}
+QUICK = {"manifest": 10, "footer": 10, "plan": 3, "ledger": 3, "part": 2, "rejected": 2, "job": 2}
 
 
 def fuzz(door: str, trials: int, faults, *, seed: int = 0) -> None:
