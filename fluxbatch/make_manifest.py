@@ -24,6 +24,7 @@ from fluxbatch import commit
 from fluxbatch.config import MAX_SIDE, SEED_MAX, SEED_MIN, ManifestConfig, ModelConfig
 from fluxbatch.errors import ConfigError, ManifestError
 from fluxbatch.manifest import COLUMNS, OUTPUT_COLUMNS, open_manifest
+from fluxbatch.prompt_columns import INT64_MAX, TYPES, typed_columns
 from fluxbatch.prompt_files import PromptFile, Record, open_prompts
 from fluxbatch.records import RowRules
 from fluxbatch.rows import SEED, check_rows
@@ -32,17 +33,6 @@ CHUNK_ROWS = 8192
 NAMED_FAULTS = 5
 EXAMPLES = 3
 MAX_SEEDS = 100_000  # of one prompt: more is a seed that was meant
-INT64_MAX = 2**63 - 1
-TYPES = {
-    "id": pa.string(),
-    "prompt": pa.string(),
-    "negative_prompt": pa.string(),
-    "height": pa.int64(),
-    "width": pa.int64(),
-    "num_inference_steps": pa.int64(),
-    "guidance_scale": pa.float64(),
-    "seed": SEED,
-}
 RULES = RowRules(  # those of every model; the defaults fill in what is absent, and are not written
     height=1024,
     width=1024,
@@ -185,7 +175,7 @@ def make_manifest(order: Order) -> Made:
     temporary = commit.temporary_sibling(order.target)
     order.target.parent.mkdir(parents=True, exist_ok=True)
     try:
-        _write(temporary, schema, (_typed(source, chunk) for chunk in _chunks(source, order)))
+        _write(temporary, schema, (typed_columns(source, chunk) for chunk in _chunks(source, order)))
         open_manifest(ManifestConfig(path=str(temporary)))
         os.replace(temporary, order.target)
     except ManifestError as error:
@@ -320,7 +310,7 @@ class _Checked:
         self._seeds = [0, 0]
 
     def add(self, chunk: list[Record]) -> None:
-        table = _typed(self.source, chunk)
+        table = typed_columns(self.source, chunk)
         columns = {name: table[name].combine_chunks() for name in self.ours}
         for rejection in check_rows(columns, {}, RULES, first_row=0, hashed=False).rejected:
             self._fault(chunk[rejection.row][0], rejection.message)
@@ -372,101 +362,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Decimal) or (isinstance(value, float) and value.is_integer()):
         return int(value)
     return value if isinstance(value, int | float | None) else str(value)
-
-
-def _typed(source: PromptFile, chunk: list[Record]) -> pa.Table:
-    """The columns of some rows: ours in types that the rules read, the file's own in those that they have."""
-    names = dict.fromkeys([*source.columns, *(name for _, row in chunk for name in row)])
-    return pa.table({name: _column(source, name, chunk) for name in names})
-
-
-def _column(source: PromptFile, name: str, chunk: list[Record]) -> pa.Array:
-    if name not in TYPES:
-        return _own_column(source, name, chunk)
-    values = []
-    for number, row in chunk:
-        try:
-            values.append(READERS[name](row.get(name)))
-        except ValueError as error:
-            raise ManifestError(f"{source.place(number)}: {name} {error}, got {row[name]!r}") from error
-    if any(isinstance(value, float) for value in values):
-        return pa.array([None if value is None else float(value) for value in values], pa.float64())
-    return pa.array(values, TYPES[name])
-
-
-def _own_column(source: PromptFile, name: str, chunk: list[Record]) -> pa.Array:
-    try:
-        return pa.array([row.get(name) for _, row in chunk], source.types.get(name))
-    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-        first, last = chunk[0][0], chunk[-1][0]
-        raise ManifestError(
-            f"{source.path}: {source.unit}s {first} to {last}: column {name} must hold values of one type: {error}"
-        ) from error
-
-
-def _text(value: Any) -> str | None:
-    if value is not None and not isinstance(value, str):
-        raise ValueError("must be text")
-    return _encodable(value)
-
-
-def _row_id(value: Any) -> str | None:
-    if isinstance(value, bool) or not isinstance(value, str | int | None):
-        raise ValueError("must be text or an integer")
-    return _encodable(None if value is None else str(value))
-
-
-def _encodable(value: str | None) -> str | None:
-    try:
-        (value or "").encode()
-    except UnicodeEncodeError:
-        raise ValueError("must be text that UTF-8 can write") from None
-    return value
-
-
-def _number(value: Any) -> int | float | None:
-    """Exact integers where it says one; text as in a CSV."""
-    if isinstance(value, str):
-        text = value.strip()
-        if re.fullmatch(r"[+-]?\d{1,40}", text):
-            return _number(int(text))
-        if not re.fullmatch(r"[+-]?(\d*\.?\d+|\d+\.)([eE][+-]?\d+)?|[+-]?inf|nan", text):
-            raise ValueError("must be a number")
-        return float(text)
-    if isinstance(value, bool) or not isinstance(value, int | float | Decimal | None):
-        raise ValueError("must be a number")
-    if isinstance(value, int):
-        return max(-INT64_MAX, min(value, INT64_MAX))  # what is larger is too large for every rule
-    return None if value is None else float(value)
-
-
-def _guidance(value: Any) -> float | None:
-    number = _number(value)
-    return None if number is None else float(number)
-
-
-def _seed(value: Any) -> Decimal | None:
-    text = str(value).strip()
-    if value is None or text.lower() == "nan":
-        return None
-    match = re.fullmatch(r"([+-]?\d{1,20})(\.0*)?", text)
-    if isinstance(value, bool) or not match or not SEED_MIN <= int(match[1]) <= SEED_MAX:
-        raise ValueError("must be an integer from -2^63 to 2^64-1")
-    if isinstance(value, float) and abs(value) > 2**53:
-        raise ValueError("must be an integer (exact in a float only up to 2^53)")
-    return Decimal(int(match[1]))
-
-
-READERS = {
-    "id": _row_id,
-    "prompt": _text,
-    "negative_prompt": _text,
-    "height": _number,
-    "width": _number,
-    "num_inference_steps": _number,
-    "guidance_scale": _guidance,
-    "seed": _seed,
-}
 
 
 def _write(path: Path, schema: pa.Schema, tables: Iterable[pa.Table]) -> None:

@@ -1,106 +1,36 @@
-"""What lies between manifest and plan: which rows are twice, new, edited or gone, and their order.
+"""What lies between manifest and plan: new, edited and retried rows become parts of the plan, and changes are told.
 
-DuckDB answers what needs all ids at once, within a memory limit and on disk beyond it. The rows need no sort: those of
-one bucket come in manifest order already, so they are spooled by bucket and read back bucket by bucket.
-Knows neither tensors nor the format of the plan files, and never holds all rows.
+Keys (`row_keys`) say which rows are twice, edited or gone. The rows need no sort: those of one bucket come in manifest
+order already, so they are spooled by bucket (`row_spool`) and read back bucket by bucket. Knows neither tensors nor
+the format of the plan files, and never holds all rows.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
-import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
-from itertools import chain, groupby
-from pathlib import Path
-from typing import Any, Protocol
+from itertools import groupby
+from typing import Any
 
-import duckdb
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from fluxbatch import commit
 from fluxbatch.config import JobConfig, ManifestConfig, PlanConfig
-from fluxbatch.errors import FluxbatchError, ManifestError
+from fluxbatch.errors import ManifestError
 from fluxbatch.folder import RunFolder
 from fluxbatch.manifest import Manifest
 from fluxbatch.plan import PlanPart, SizeOf, plan_part, plan_retry
 from fluxbatch.planfile import RejectedFile, RunPlan, plan_schema, publish_part
 from fluxbatch.records import Bucket, Rejection, RowRules
+from fluxbatch.row_keys import Earlier, RowKeys, open_keys, quoted
+from fluxbatch.row_spool import RowSpool, open_spool
 from fluxbatch.rows import drawing_digests
 
-MAX_THREADS = 4  # of DuckDB: each one claims its part of the memory limit
-INSERT_ROWS = 524_288  # 12 times as fast as a chunk at a time, and a transaction over all of them escapes the limit
 NAMED_EDITS = 20  # edited rows told with their columns
 OTHERWISE = "run.on_change=redo makes them again, and another output.dir keeps both"
 PLACES = ("row", "bucket", "batch", "shard", "slot", "fingerprint", "negative_pass")
-FETCH_ROWS = 65_536  # of duplicates, as Python objects
-BUCKET = ("height", "width", "num_inference_steps", "negative_pass")
-KEYS = ("row", "id", "seed", "fingerprint", "drawing", *BUCKET)
-
-CREATE_TABLES = """
-SET enable_progress_bar = false;
-CREATE TABLE accepted (row BIGINT, id VARCHAR, seed DECIMAL(20, 0), fingerprint VARCHAR,
-                       height INTEGER, width INTEGER, num_inference_steps INTEGER, negative_pass BOOLEAN,
-                       drawing VARCHAR);
-CREATE TABLE rejected (id VARCHAR);
-CREATE TABLE planned (id VARCHAR, fingerprint VARCHAR, shard BIGINT, place BIGINT);
-CREATE TABLE earlier (id VARCHAR, drawing VARCHAR, shard BIGINT, written BOOLEAN);
-"""
-FIND_DUPLICATES = """
-CREATE TABLE duplicate AS
-SELECT accepted.row, id, first
-FROM accepted JOIN (SELECT id, min(row) AS first FROM accepted GROUP BY id HAVING count(*) > 1) USING (id)
-WHERE accepted.row > first
-"""
-DROP_DUPLICATES = "DELETE FROM accepted WHERE row IN (SELECT row FROM duplicate)"
-FIND_EDITED = """
-CREATE TABLE edited AS
-SELECT DISTINCT planned.id, accepted.row
-FROM planned LEFT JOIN accepted ON accepted.id = planned.id
-WHERE accepted.fingerprint <> planned.fingerprint
-   OR (accepted.id IS NULL AND planned.id IN (SELECT id FROM rejected))
-"""
-COUNT_DELETED = "SELECT count(DISTINCT id) FROM planned ANTI JOIN accepted USING (id)"
-DROP_PLANNED = "DELETE FROM accepted WHERE id IN (SELECT id FROM planned)"
-COUNT_BUCKETS = f"SELECT {', '.join(BUCKET)}, count(*) FROM accepted GROUP BY ALL"
-COUNT_EDITED_BUCKETS = f"SELECT {', '.join(BUCKET)}, count(*) FROM accepted JOIN edited USING (row) GROUP BY ALL"
-EDITED_PLACES = """
-SELECT shard, list(place ORDER BY place) FROM planned JOIN edited USING (id) GROUP BY shard ORDER BY shard
-"""
-COMPARE = """
-CREATE TABLE compared AS
-SELECT accepted.row, id, CASE WHEN last.drawing IS NULL THEN 'added'
-                              WHEN last.drawing <> accepted.drawing THEN 'changed'
-                              WHEN last.written THEN 'reused' ELSE 'unwritten' END AS state
-FROM accepted LEFT JOIN (SELECT id, arg_max(drawing, shard) AS drawing, arg_max(written, shard) AS written
-                         FROM earlier GROUP BY id) AS last USING (id)
-"""
-ADD_REMOVED = "INSERT INTO compared SELECT DISTINCT NULL, id, 'removed' FROM earlier ANTI JOIN accepted USING (id)"
-TAKE = """
-CREATE TABLE taken AS SELECT * FROM accepted WHERE row IN (SELECT row FROM compared WHERE state = 'reused');
-DELETE FROM accepted WHERE row IN (SELECT row FROM taken);
-"""
-COMPARED = ("reused", "changed", "added", "removed", "unwritten")
-COMPARED_EXAMPLES = 5
-
-
-class Earlier(Protocol):
-    """Another run, as far as planning goes: its folder, its batch sizes, and what its rows were drawn from."""
-
-    @property
-    def path(self) -> str: ...
-
-    @property
-    def sizes(self) -> Mapping[Bucket, int]: ...
-
-    def drawings(self) -> Iterator[pa.Table]:
-        """Columns id, drawing, shard (the last one of an id counts) and written (whether its image is there)."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +61,7 @@ def survey(manifest: Manifest, rules: RowRules, cfg: ManifestConfig, *, earlier:
     """Check and count all rows. Keeps no prompts, writes nothing to the run folder."""
     reasons: Counter[str] = Counter()
     examples: dict[str, list[Rejection]] = defaultdict(list)
-    with _open_keys(cfg.memory_gib) as keys:
+    with open_keys(cfg.memory_gib) as keys:
         for rejection in _rejections(keys, manifest, rules, cfg, compared=earlier is not None):
             reasons[rejection.reason] += 1
             if len(examples[rejection.reason]) < 3:
@@ -143,7 +73,7 @@ def survey(manifest: Manifest, rules: RowRules, cfg: ManifestConfig, *, earlier:
 
 
 def _rejections(
-    keys: _Keys, manifest: Manifest, rules: RowRules, cfg: ManifestConfig, *, compared: bool
+    keys: RowKeys, manifest: Manifest, rules: RowRules, cfg: ManifestConfig, *, compared: bool
 ) -> Iterator[Rejection]:
     for chunk in manifest.chunks(rules, hashed=compared):
         keys.add(_with_drawings(chunk.accepted) if compared else chunk.accepted)
@@ -176,7 +106,7 @@ def prepare(
     plan = RunPlan.open(folder)
     if plan is not None and plan.planned == identity:
         return plan, Changes(added=0, deleted=0, rejected=plan.num_rejected, unchanged=True)
-    with _open_keys(cfg.manifest.memory_gib) as keys, _open_spool() as spool:
+    with open_keys(cfg.manifest.memory_gib) as keys, open_spool() as spool:
         refused = RejectedFile(identity)
         for chunk in manifest.chunks(rules):
             known = chunk.accepted if plan else chunk.accepted.drop_columns("fingerprint")  # nothing to compare yet
@@ -234,7 +164,7 @@ def _taken_part(
 def add_retry(folder: RunFolder, plan: RunPlan, failed: Mapping[int, set[str]]) -> RunPlan:
     """Plan failed rows again, given as ids of each shard: a new part of kind `retry`. No failed rows, no part."""
     counts: Counter[Bucket] = Counter()
-    with _open_spool() as spool:
+    with open_spool() as spool:
         for bucket, rows in _rows_by_bucket(plan, failed):
             spool.add(bucket, rows)
             counts[bucket] += rows.num_rows
@@ -261,7 +191,7 @@ def add_redo(
     """Plan every row again, for other output-affecting settings: a new part of kind `redo`, which holds them too."""
     counts: Counter[Bucket] = Counter()
     supersedes = {shard.index: None for shard in plan.shards() if shard.num_kept}
-    with _open_spool() as spool:
+    with open_spool() as spool:
         for bucket, rows in _rows_by_bucket(plan, _LiveIds(plan)):
             spool.add(bucket, rows)
             counts[bucket] += rows.num_rows
@@ -313,8 +243,8 @@ def _rows_by_bucket(plan: RunPlan, ids: Mapping[int, set[str]]) -> Iterator[tupl
 def _publish_redo(
     folder: RunFolder,
     plan: RunPlan,
-    keys: _Keys,
-    spool: _Spool,
+    keys: RowKeys,
+    spool: RowSpool,
     cfg: PlanConfig,
     size_of: SizeOf | None,
     *,
@@ -324,7 +254,7 @@ def _publish_redo(
     gone = [row_id for row_id, row, *_ in keys.edited_examples(NAMED_EDITS) if row is None]
     if gone:
         raise ManifestError(
-            f"rows of the plan were edited so that they are rejected now (id {', '.join(map(_quoted, gone))}), and "
+            f"rows of the plan were edited so that they are rejected now (id {', '.join(map(quoted, gone))}), and "
             "run.on_change=redo cannot make them; mend them, or take them out of the manifest"
         )
     part = _next_part(keys.edited_counts(), plan.parts[-1], cfg, size_of, kind="redo")
@@ -337,14 +267,12 @@ def _publish_redo(
 
 
 def _edits_sentence(
-    keys: _Keys, spool: _Spool, plan: RunPlan, manifest: Manifest, rules: RowRules, cfg: JobConfig
+    keys: RowKeys, spool: RowSpool, plan: RunPlan, manifest: Manifest, rules: RowRules, cfg: JobConfig
 ) -> str:
     """Which rows were edited, and in which columns; which defaults changed, if that is why."""
     number, examples = keys.num_edited(), keys.edited_examples(NAMED_EDITS)
     new = {row["id"]: row for row in spool.chosen(sorted(row for _, row, *_ in examples if row is not None))}
-    told = ", ".join(
-        f"{_quoted(row_id)} ({_edited_columns(plan, new.get(row_id), *at)})" for row_id, _, *at in examples
-    )
+    told = ", ".join(f"{quoted(row_id)} ({_edited_columns(plan, new.get(row_id), *at)})" for row_id, _, *at in examples)
     ids = f"(id {told}{', ...' if number > len(examples) else ''})"
     before, now = plan.files[-1].identity["rules"], asdict(rules)
     changed = [f"{_key(name, cfg)} was {before[name]}, is {now[name]}" for name in now if before[name] != now[name]]
@@ -369,10 +297,6 @@ def _key(name: str, cfg: JobConfig) -> str:
     return f"{group}.{name}" if group else f"output.image_format's {name}"
 
 
-def _quoted(row_id: str) -> str:
-    return repr(row_id if len(row_id) <= 80 else row_id[:77] + "...")
-
-
 def _next_part(
     counts: Mapping[Bucket, int],
     last: PlanPart | None,
@@ -392,9 +316,9 @@ def _next_part(
 def _publish_rows(
     folder: RunFolder,
     part: PlanPart,
-    keys: _Keys,
+    keys: RowKeys,
     table: str,
-    spool: _Spool,
+    spool: RowSpool,
     *,
     schema: pa.Schema,
     identity: dict[str, Any],
@@ -408,223 +332,3 @@ def _publish_rows(
         return True
     standing = _reopened(folder).files[part.index]
     return standing.identity == identity and standing.reuse == reuse
-
-
-# The scratch side: keys in DuckDB, rows in a spool.
-
-
-@contextmanager
-def _open_keys(memory_gib: float) -> Iterator[_Keys]:
-    """DuckDB with a temporary folder (TMPDIR decides where) that is gone afterwards, whatever happens."""
-    with tempfile.TemporaryDirectory(prefix="fluxbatch-") as scratch:
-        config: dict[str, str | bool | int | float | list[str]] = {
-            "memory_limit": f"{int(memory_gib * 1024)}MiB",
-            "temp_directory": scratch,
-            "threads": min(MAX_THREADS, os.cpu_count() or 1),
-            "preserve_insertion_order": False,
-            "autoinstall_known_extensions": False,  # never a network
-        }
-        try:
-            with duckdb.connect(config=config) as connection:
-                yield _Keys(connection)
-        except duckdb.Error as error:
-            raise FluxbatchError(
-                f"planning with manifest.memory_gib={memory_gib:g} in {scratch} failed: {error}"
-            ) from error
-
-
-@contextmanager
-def _open_spool() -> Iterator[_Spool]:
-    """A spool in a temporary folder of the same kind."""
-    with (
-        tempfile.TemporaryDirectory(prefix="fluxbatch-") as scratch,
-        closing(_Spool(Path(scratch) / "rows.arrow")) as spool,
-    ):
-        yield spool
-
-
-class _Keys:
-    """What each row is known by, in DuckDB: enough to find duplicates and to compare with an earlier plan."""
-
-    def __init__(self, connection: duckdb.DuckDBPyConnection) -> None:
-        self._db = connection
-        self._db.execute(CREATE_TABLES)
-        self._held: dict[str, list[pa.Table]] = {"accepted": [], "rejected": [], "planned": [], "earlier": []}
-
-    def add(self, accepted: pa.Table) -> None:
-        self._hold("accepted", accepted.select([name for name in KEYS if name in accepted.column_names]))
-
-    def add_rejected(self, rejections: list[Rejection]) -> None:
-        ids = pa.array([rejection.id for rejection in rejections], pa.string())
-        self._hold("rejected", pa.table({"id": ids}))
-
-    def add_planned(self, plan: RunPlan) -> None:
-        for rows in plan.fingerprints():
-            self._hold("planned", rows)
-        self._flush("planned")
-
-    def drop_duplicates(self, manifest: Manifest, cfg: ManifestConfig) -> Iterator[Rejection]:
-        """Leave the first row of each id. The others are refused one by one, or all at once with an exception."""
-        self._flush("accepted")
-        self._flush("rejected")
-        self._db.execute(FIND_DUPLICATES)
-        found = self._db.execute("SELECT row, id, first FROM duplicate ORDER BY row")
-        while rows := found.fetchmany(FETCH_ROWS):
-            if cfg.on_duplicate == "refuse":
-                raise ManifestError(self._duplicate_message(*rows[0], manifest=manifest))
-            for row, row_id, first in rows:
-                message = f"id must stand once, is that of {manifest.locate(first)} too"
-                yield Rejection(row=row, id=row_id, column="id", reason="duplicate_id", message=message)
-        self._db.execute(DROP_DUPLICATES)
-
-    def _duplicate_message(self, row: int, row_id: str, first: int, *, manifest: Manifest) -> str:
-        return (
-            f"id {_quoted(row_id)} stands twice: {manifest.locate(first)} and {manifest.locate(row)}; "
-            f"{self._value('SELECT count(*) FROM duplicate')} duplicate row(s) in all; "
-            "manifest.on_duplicate=keep_first keeps the first of each"
-        )
-
-    def find_edited(self) -> int:
-        """How many planned rows have other content now."""
-        self._db.execute(FIND_EDITED)
-        return self.num_edited()
-
-    def num_edited(self) -> int:
-        return self._value("SELECT count(*) FROM edited")
-
-    def edited_examples(self, limit: int) -> list[tuple[str, int | None, int, int]]:
-        """Some edited rows: id, row of the manifest (None: it is rejected now), shard and place in the plan."""
-        query = "SELECT id, row, min(shard), arg_min(place, shard) FROM edited JOIN planned USING (id) GROUP BY id, row"
-        return self._db.execute(f"{query} ORDER BY id LIMIT {limit}").fetchall()
-
-    def edited_counts(self) -> dict[Bucket, int]:
-        return {Bucket(*shape): number for *shape, number in self._db.execute(COUNT_EDITED_BUCKETS).fetchall()}
-
-    def edited_rows(self) -> np.ndarray:
-        """The numbers of the edited rows in the manifest, ascending."""
-        return self._db.execute("SELECT row FROM edited WHERE row IS NOT NULL ORDER BY row").fetchnumpy()["row"]
-
-    def edited_places(self) -> dict[int, list[int]]:
-        """Where the plan has edited rows, failed attempts too: by shard, their places in it."""
-        return dict(self._db.execute(EDITED_PLACES).fetchall())
-
-    def drop_planned(self) -> int:
-        """Leave only rows that no plan has yet; returns how many planned rows are gone."""
-        deleted = self._value(COUNT_DELETED)
-        self._db.execute(DROP_PLANNED)
-        return deleted
-
-    def take(self, earlier: Earlier, *, removed: bool) -> dict[str, Any]:
-        """Set aside the rows whose images another run has; what became of all rows since, with examples."""
-        for rows in earlier.drawings():
-            self._hold("earlier", rows)
-        self._flush("earlier")
-        self._db.execute(COMPARE)
-        if removed:
-            self._db.execute(ADD_REMOVED)
-        self._db.execute(TAKE)
-        counts = dict(self._db.execute("SELECT state, count(*) FROM compared GROUP BY state").fetchall())
-        digest = hashlib.sha256(self.rows("taken").tobytes()).hexdigest()
-        return {
-            "from": earlier.path,
-            "taken": False,
-            "digest": digest,  # two ranks that saw the other run in two states must not mix their plans
-            "rows": {state: counts.get(state, 0) for state in COMPARED},
-            "examples": {state: self._compared(state) for state in COMPARED if state != "reused" and state in counts},
-        }
-
-    def _compared(self, state: str) -> list[str]:
-        query = "SELECT id FROM compared WHERE state = $1 ORDER BY row, id LIMIT $2"
-        return [row_id for (row_id,) in self._db.execute(query, [state, COMPARED_EXAMPLES]).fetchall()]
-
-    def counts(self, table: str = "accepted") -> dict[Bucket, int]:
-        query = COUNT_BUCKETS.replace("accepted", table)
-        return {Bucket(*shape): number for *shape, number in self._db.execute(query).fetchall()}
-
-    def seed_range(self) -> tuple[int, int]:
-        [(low, high)] = self._db.execute("SELECT min(seed), max(seed) FROM accepted").fetchall()
-        return int(low or 0), int(high or 0)
-
-    def rows(self, table: str = "accepted") -> np.ndarray:
-        """The numbers of the rows that are left, ascending: 8 bytes a row, the only thing held for each."""
-        return self._db.execute(f"SELECT row FROM {table} ORDER BY row").fetchnumpy()["row"]
-
-    def _hold(self, table: str, rows: pa.Table) -> None:
-        held = self._held[table]
-        held.append(rows)
-        if sum(part.num_rows for part in held) >= INSERT_ROWS:
-            self._flush(table)
-
-    def _flush(self, table: str) -> None:
-        if self._held[table]:
-            self._db.register("incoming", pa.concat_tables(self._held[table]))
-            self._db.execute(f"INSERT INTO {table} BY NAME SELECT * FROM incoming")
-            self._db.unregister("incoming")
-            self._held[table] = []
-
-    def _value(self, query: str) -> int:
-        [(value,)] = self._db.execute(query).fetchall()
-        return value
-
-
-class _Spool:
-    """Whole rows on their way into plan order: an Arrow file of batches, each of one bucket, in the order they came."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._writer: pa.RecordBatchFileWriter | None = None
-        self._places: dict[Bucket, list[int]] = defaultdict(list)
-        self._num_batches = 0
-        self.num_rows = 0
-
-    def add_chunk(self, accepted: pa.Table) -> None:
-        """Take in accepted rows of any buckets."""
-        shapes = accepted.select(BUCKET).append_column("at", pa.array(np.arange(accepted.num_rows)))
-        groups = shapes.group_by(list(BUCKET), use_threads=False).aggregate([("at", "list")])
-        for *shape, at in zip(*(groups[name].to_pylist() for name in BUCKET), groups["at_list"], strict=True):
-            self.add(Bucket(*shape), accepted.take(at.values))
-
-    def add(self, bucket: Bucket, rows: pa.Table) -> None:
-        """Take in rows of one bucket."""
-        if self._writer is None:
-            self._writer = pa.ipc.new_file(self._path, rows.schema, options=pa.ipc.IpcWriteOptions(compression="lz4"))
-        for batch in rows.combine_chunks().to_batches():
-            self._writer.write_batch(batch)
-            self._places[bucket].append(self._num_batches)
-            self._num_batches += 1
-        self.num_rows += rows.num_rows
-
-    def rows(self, part: PlanPart, kept: np.ndarray | None = None) -> Iterator[pa.Table]:
-        """Bucket after bucket, each in the order it came; only rows numbered in `kept` (ascending) if it is given."""
-        self.close()
-        if not part.num_rows:
-            return
-        with pa.OSFile(str(self._path)) as file:
-            reader = pa.ipc.open_file(file)
-            for place in chain.from_iterable(self._places[run.bucket] for run in part.runs):
-                rows = pa.Table.from_batches([reader.get_batch(place)])
-                yield rows if kept is None else rows.filter(_is_in(rows["row"].to_numpy(), kept))
-
-    def chosen(self, rows: list[int]) -> list[dict[str, Any]]:
-        """A few rows, by their numbers, as dictionaries."""
-        self.close()
-        if not rows:
-            return []
-        with pa.OSFile(str(self._path)) as file:
-            reader = pa.ipc.open_file(file)
-            tables = (pa.Table.from_batches([reader.get_batch(at)]) for at in range(self._num_batches))
-            return [
-                row
-                for table in tables
-                for row in table.filter(_is_in(table["row"].to_numpy(), np.array(rows))).to_pylist()
-            ]
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-
-
-def _is_in(values: np.ndarray, ascending: np.ndarray) -> pa.Array:
-    at = np.searchsorted(ascending, values)
-    return pa.array(ascending[np.minimum(at, len(ascending) - 1)] == values)

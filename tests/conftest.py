@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+from forge import Forge, forge
 
 COUNTED = (
     "kills",
@@ -122,3 +123,10 @@ def flux2_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     scheduler = FlowMatchEulerDiscreteScheduler(**FLUX2_SCHEDULER)
     Flux2KleinPipeline(**flux2_parts(), scheduler=scheduler, is_distilled=True).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
+    """Starts the real command as processes that have everything imported already."""
+    with forge(tmp_path_factory.mktemp("forge")) as made:
+        yield made

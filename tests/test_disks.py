@@ -1,12 +1,11 @@
 """Real disks that fill, turn read-only or vanish while a job writes: one sentence, nothing half, and it goes on."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import Faults
-from forge import Done, Forge, forge
+from forge import Done, Forge
 from small_disks import make_room, mounted, remount
 from test_run import data_files, manifest, rows, settings, sound
 
@@ -18,12 +17,6 @@ COUNT = 25
 # One moment of each kind of write: the probe, job.json, the plan, a batch, a shard, a ledger line, the report.
 MOMENTS = ("probe:1", "publish:1", "publish:2", "publish:3", "fsync:6", "publish:10", "before_lines:1", "lines:2",
            "lines:3")  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
-    with forge(tmp_path_factory.mktemp("forge")) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

@@ -6,13 +6,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import Faults
-from forge import TESTS, Forge, forge
+from forge import TESTS, Forge
 from test_run import data_files, ids_written, manifest, rows, settings, sound
 
 from fluxbatch.folder import RunFolder
@@ -21,12 +20,6 @@ from fluxbatch.verify import verify
 KINDS = ("parquet", "webdataset", "folder")
 COUNT = 25
 RANDOM_KILLS = 50
-
-
-@pytest.fixture(scope="module")
-def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
-    with forge(tmp_path_factory.mktemp("forge")) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fluxbatch import planfile, planner
+from fluxbatch import planfile, planner, row_spool
 from fluxbatch.config import JobConfig, ManifestConfig, ModelConfig, PlanConfig, SamplerConfig
 from fluxbatch.errors import FluxbatchError, ManifestError
 from fluxbatch.folder import RunFolder
@@ -499,8 +499,8 @@ def test_nothing_is_left_in_the_temporary_folder(job: Job, tmp_path: Path, monke
     scratch.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     seen = []
-    spooled = planner._Spool.add
-    monkeypatch.setattr(planner._Spool, "add", lambda *a: (spooled(*a), seen.extend(scratch.rglob("*.arrow")))[0])
+    spooled = row_spool.RowSpool.add
+    monkeypatch.setattr(row_spool.RowSpool, "add", lambda *a: (spooled(*a), seen.extend(scratch.rglob("*.arrow")))[0])
     job.write(rows_of(*range(5)))
     plan, _ = job.start()
     add_retry(job.folder, plan, {0: {"id-1"}})

@@ -1,7 +1,7 @@
 """A job that changed underneath: refused with the list of differences, or made again just where it changed."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from conftest import Faults
 from fake_model import FakeModel
-from forge import Forge, forge
+from forge import Forge
 from test_run import data_files, do, failing, ids_written, manifest, rows, seeded, settings, sound
 
 from fluxbatch.errors import ConfigError, ManifestError
@@ -249,12 +249,6 @@ def test_ranks_redo_their_shares(tmp_path: Path) -> None:
 
 
 # Killed
-
-
-@pytest.fixture(scope="module")
-def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
-    with forge(tmp_path_factory.mktemp("forge")) as made:
-        yield made
 
 
 def steps_of(forked: Forge, overrides: list[str], told: Path) -> list[str]:

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from conftest import Faults
 from fake_model import FakeModel
-from forge import Forge, forge
+from forge import Forge
 from PIL import Image
 from test_run import data_files, do, failing, ids_written, manifest, rows, seeded, settings, sound
 
@@ -306,12 +306,6 @@ def test_the_command_says_what_it_found_and_what_it_did(
 
 
 # Killed while repairing
-
-
-@pytest.fixture(scope="module")
-def forked(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with forge(tmp_path_factory.mktemp("forge")) as made:
-        yield made
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -188,18 +188,14 @@ class Flux2:
             )
             return partial(self._fused.transformer.velocity, conditions=conditions)
 
-        def velocity(latents: Tensor, step: int) -> Tensor:
-            return self._transformer(
-                hidden_states=latents,
-                timestep=timesteps[step].expand(latents.shape[0]).to(latents.dtype) / 1000,  # rounded as diffusers does
-                guidance=None,
-                encoder_hidden_states=embeds["prompt_embeds"],
-                txt_ids=text_ids,
-                img_ids=image_ids,
-                return_dict=False,
-            )[0]
-
-        return velocity
+        return tuning.plain_flow(
+            self._transformer,
+            timesteps,
+            text=embeds["prompt_embeds"],
+            guidance=None,
+            txt_ids=text_ids,
+            img_ids=image_ids,
+        )
 
     def cfg_scale(self, guidance: Tensor) -> Tensor:
         return guidance

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fluxbatch.config import ModelConfig
@@ -110,3 +112,20 @@ def cudnn_attention(head_dim: int, placement: Placement) -> bool:
         logger.warning("cuDNN attention cannot be used (%s); torch's own choice instead", first_line(error))
         return False
     return True
+
+
+def plain_flow(
+    transformer: Any, timesteps: Tensor, *, text: Tensor, **conditions: Any
+) -> Callable[[Tensor, int], Tensor]:
+    """The velocity of one launch by diffusers' own module; `conditions` are its further arguments."""
+
+    def velocity(latents: Tensor, step: int) -> Tensor:
+        return transformer(
+            hidden_states=latents,
+            timestep=timesteps[step].expand(latents.shape[0]).to(latents.dtype) / 1000,  # rounded first, as diffusers
+            encoder_hidden_states=text,
+            return_dict=False,
+            **conditions,
+        )[0]
+
+    return velocity

@@ -16,6 +16,7 @@ from fluxbatch.models.fused.transformer import (
     Conditions,
     FusedTransformer,
     brought,
+    double_block,
     each_step,
     norm_weights,
     rotary_tables,
@@ -90,30 +91,12 @@ class FusedFlux2:
 
 
 def _double(block: Any, *, float8: bool) -> DoubleBlock:
-    attention = block.attn
-    return DoubleBlock(
-        qkv=(
-            Linear.packed(attention.add_q_proj, attention.add_k_proj, attention.add_v_proj, float8=float8),
-            Linear.packed(attention.to_q, attention.to_k, attention.to_v, float8=float8),
-        ),
-        attention_out=(
-            Linear.packed(attention.to_add_out, float8=float8),
-            Linear.packed(attention.to_out[0], float8=float8),
-        ),
-        mlp_in=(
-            Linear.packed(block.ff_context.linear_in, float8=float8),
-            Linear.packed(block.ff.linear_in, float8=float8),
-        ),
-        mlp_out=(
-            Linear.packed(block.ff_context.linear_out, float8=float8),
-            Linear.packed(block.ff.linear_out, float8=float8),
-        ),
-        qk_norm=torch.stack(
-            [
-                norm_weights(attention.norm_added_q, attention.norm_added_k),
-                norm_weights(attention.norm_q, attention.norm_k),
-            ]
-        ),
+    streams = (block.ff_context, block.ff)
+    return double_block(
+        block.attn,
+        mlp_in=[mlp.linear_in for mlp in streams],
+        mlp_out=[mlp.linear_out for mlp in streams],
+        float8=float8,
     )
 
 

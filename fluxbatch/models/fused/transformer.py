@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fluxbatch.models.fused.blocks import Blocks, Rotary, StepModulations
+from fluxbatch.models.fused.blocks import Blocks, DoubleBlock, Rotary, StepModulations
 from fluxbatch.models.fused.linear import Linear
 from fluxbatch.models.fused.ops import Layout, Rows
 
@@ -76,3 +77,26 @@ def each_step(silu_temb: Tensor, linear: nn.Module, *, num_steps: int, parts: in
 
 def norm_weights(queries: Any, keys: Any) -> Tensor:
     return torch.stack([queries.weight.data, keys.weight.data])
+
+
+def double_block(attention: Any, *, mlp_in: Sequence[Any], mlp_out: Sequence[Any], float8: bool) -> DoubleBlock:
+    """A double block from diffusers' attention, whose layers have the same names in both families, and its MLPs.
+
+    The MLP's layers come as that of the text stream and that of the image stream.
+    """
+    packed = partial(Linear.packed, float8=float8)
+    return DoubleBlock(
+        qkv=(
+            packed(attention.add_q_proj, attention.add_k_proj, attention.add_v_proj),
+            packed(attention.to_q, attention.to_k, attention.to_v),
+        ),
+        attention_out=(packed(attention.to_add_out), packed(attention.to_out[0])),
+        mlp_in=(packed(mlp_in[0]), packed(mlp_in[1])),
+        mlp_out=(packed(mlp_out[0]), packed(mlp_out[1])),
+        qk_norm=torch.stack(
+            [
+                norm_weights(attention.norm_added_q, attention.norm_added_k),
+                norm_weights(attention.norm_q, attention.norm_k),
+            ]
+        ),
+    )
