@@ -21,6 +21,7 @@ LOGGERS = ("tensorboard", "wandb", "mlflow")
 FAMILIES = ("flux1", "flux2")
 GUIDANCE = ("embedded", "classifier_free", "none")
 DTYPES = ("float32", "bfloat16", "float16")
+QUANTIZATIONS = ("none", "fp8", "int8", "fp8_weight_only", "int8_weight_only", "nvfp4")
 INT32_MAX = 2**31 - 1  # more of anything is a slip of the finger
 SEED_MIN, SEED_MAX = -(2**63), 2**64 - 1
 
@@ -64,7 +65,7 @@ class ModelConfig:
     device: str = "auto"
     cpu_threads: int = 1  # inside an operator, on a CPU; decides bits, so it does not follow the machine
     kernels: str = "auto"  # fused, diffusers, or auto: fused on CUDA in half precision
-    quantization: str = "none"  # or fp8
+    quantization: str = "none"  # of the blocks' matrices: fp8, int8, fp8_weight_only, int8_weight_only, nvfp4
     compile: str = "off"  # or regional, of diffusers' modules
     compile_cache: str | None = None  # a folder for compiled kernels; None: the user's cache, or node-local
     guidance: str = MISSING  # embedded, classifier_free or none
@@ -214,7 +215,7 @@ RULES: tuple[Rule, ...] = (
     ("model.device", lambda v: bool(re.fullmatch(r"auto|cpu|cuda(:\d+)?", v)), "must be auto, cpu, cuda or cuda:N"),
     ("model.cpu_threads", *_at_least(1)),
     ("model.kernels", *_one_of("auto", "fused", "diffusers")),
-    ("model.quantization", *_one_of("none", "fp8")),
+    ("model.quantization", *_one_of(*QUANTIZATIONS)),
     ("model.compile", *_one_of("off", "regional")),
     ("model.guidance", *_one_of(*GUIDANCE)),
     ("model.max_sequence_length", lambda v: _is_int(v, 1, 512), "must be a whole number from 1 to 512"),

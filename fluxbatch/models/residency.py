@@ -24,15 +24,15 @@ from fluxbatch.models import loading, memory
 from fluxbatch.models.checkpoints import convert
 from fluxbatch.models.checkpoints.header import read_header
 from fluxbatch.models.loading import LAYOUTS, Placement
+from fluxbatch.models.precision import bytes_per_weight, is_block_matrix
 
 logger = logging.getLogger("fluxbatch")
 
 GIB = 2**30
-STAGING_GIB = 1.0  # one block as it was stored, and its numbers on their way to FP8
+STAGING_GIB = 1.0  # one block as it was stored, and its numbers on their way to 8 bits
 WORKING_GIB = 6.0  # beside the weights: a decode of two 1024x1024 images (4.1), a step (0.9), embeddings, compilation
 ALIGNMENT = 256  # bytes, of a tensor inside a layer's buffer, as CUDA's own allocations
 STREAMED_LAYER = re.compile(r"(?:^|\.)(?:encoder\.block|layers)\.(\d+)\.")
-FP8_WEIGHT = re.compile(r"^(single_)?transformer_blocks\.\d+\.(?!.*norm).*weight$")  # modulations keep their dtype
 
 Shapes = dict[str, tuple[int, ...]]  # a component's tensors by name
 Build = Callable[[ModelConfig, Placement], Mapping[str, Any]]
@@ -87,7 +87,7 @@ def settle(
 
 
 def _placed(cfg: ModelConfig, placement: Placement, *, windowed: bool) -> Placement:
-    return replace(placement, windowed=windowed, staged=windowed and cfg.quantization == "fp8")
+    return replace(placement, windowed=windowed, staged=windowed and cfg.quantization != "none")
 
 
 def is_windowed(cfg: ModelConfig, needs: Footprint, *, budget_gib: float) -> bool:
@@ -115,7 +115,7 @@ def footprint(
 ) -> Footprint:
     """What tensors of these shapes will take in the dtypes that they will have."""
     transformer = shapes["transformer"]
-    components = {"transformer": _gib(transformer, placement.dtype, float8=cfg.quantization == "fp8")}
+    components = {"transformer": _gib(transformer, placement.dtype, quantization=cfg.quantization)}
     layers: dict[int, Shapes] = {}
     for name in LAYOUTS[cfg.family].weights:
         if name == "transformer":
@@ -142,11 +142,9 @@ def _is_used(name: str, num_layers: int | None) -> bool:
     return not name.startswith("lm_head") and not (layer and num_layers and int(layer[1]) >= num_layers)
 
 
-def _gib(shapes: Shapes, dtype: torch.dtype, *, float8: bool = False) -> float:
-    itemsize = {
-        name: 1 if float8 and len(shape) == 2 and FP8_WEIGHT.match(name) else dtype.itemsize
-        for name, shape in shapes.items()
-    }
+def _gib(shapes: Shapes, dtype: torch.dtype, *, quantization: str = "none") -> float:
+    of_blocks = bytes_per_weight(quantization, dtype)
+    itemsize = {name: of_blocks if is_block_matrix(name, shape) else dtype.itemsize for name, shape in shapes.items()}
     return sum(prod(shape) * itemsize[name] for name, shape in shapes.items()) / GIB
 
 
