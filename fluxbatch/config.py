@@ -50,6 +50,14 @@ class ModelPreset:
 
 
 @dataclass
+class LoraConfig:
+    """One LoRA of the transformer: `model.loras=[{path: FILE, weight: 0.8}]`."""
+
+    path: str = MISSING
+    weight: float = 1.0
+
+
+@dataclass
 class ModelConfig:
     """Which model and how it is loaded: conf/model/."""
 
@@ -58,6 +66,7 @@ class ModelConfig:
     path: str | None = None  # a local folder in diffusers' layout, a hub id, or one file with a transformer
     base: str | None = None  # beside such a file: the folder or hub id of all other components
     revision: str | None = None
+    loras: list[LoraConfig] = field(default_factory=list)  # fused into the transformer, in this order
     random_weights: bool = False  # full size from the built-in configuration; for speed only
     dtype: str = "bfloat16"
     text_encoder_dtype: str | None = None  # None: model.dtype, but bfloat16 where that is float16
@@ -212,6 +221,8 @@ RULES: tuple[Rule, ...] = (
     ("model.text_encoder_dtype", lambda v: v != "float16", "must not be float16: T5 and Qwen3 overflow in it"),
     ("model.vae_dtype", _dtype_or_null, f"must be null or one of {', '.join(DTYPES)}"),
     ("model.vae_dtype", lambda v: v != "float16", "must not be float16: the VAE overflows in it and draws black"),
+    ("model.loras", lambda v: all(lora.path for lora in v), "must name a file in each path"),
+    ("model.loras", lambda v: all(math.isfinite(lora.weight) for lora in v), "must have finite numbers as weights"),
     ("model.device", lambda v: bool(re.fullmatch(r"auto|cpu|cuda(:\d+)?", v)), "must be auto, cpu, cuda or cuda:N"),
     ("model.cpu_threads", *_at_least(1)),
     ("model.kernels", *_one_of("auto", "fused", "diffusers")),
@@ -271,6 +282,7 @@ def check(cfg: JobConfig) -> None:
             raise ConfigError(f"{key} {rule}, got {value!r}")
     _check_text(cfg)
     _check_sizes(cfg)
+    _check_loras(cfg.model)
     _check_ranks(cfg.run)
 
 
@@ -300,6 +312,11 @@ def _check_sizes(cfg: JobConfig) -> None:
         raise ConfigError(
             f"sampler.height x sampler.width must be <= model.max_pixels={cfg.model.max_pixels}, got {size}"
         )
+
+
+def _check_loras(model: ModelConfig) -> None:
+    if model.loras and model.random_weights:
+        raise ConfigError(f"model.loras must be empty with model.random_weights=true, got {model.loras[0].path}")
 
 
 def _check_ranks(run: RunConfig) -> None:

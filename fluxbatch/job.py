@@ -21,6 +21,7 @@ from fluxbatch import __version__, commit
 from fluxbatch.config import JobConfig, fingerprint
 from fluxbatch.errors import ConfigError
 from fluxbatch.folder import RunFolder
+from fluxbatch.lora_files import lora_digests
 
 log = logging.getLogger(__name__)
 
@@ -77,8 +78,8 @@ def differences(stored: dict[str, Any], cfg: JobConfig) -> Differences:
 
 
 def settings_record(cfg: JobConfig) -> dict[str, Any]:
-    """The output-affecting settings, as they may stand in a file."""
-    return _without_secrets(fingerprint(cfg))
+    """The output-affecting settings, as they may stand in a file. LoRAs are their content, not their place."""
+    return _without_secrets(fingerprint(cfg)) | {"model.loras": lora_digests(cfg.model)}
 
 
 def refuse_differences(folder: RunFolder, found: Differences) -> None:

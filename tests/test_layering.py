@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "fluxbatch"
 RANKS = [
     {"errors", "records", "folder", "process", "tiny"},
     {"commit", "config", "user_cache"},
+    {"lora_files"},
     {"compose", "ranks", "stop", "lease", "job", "plan", "rates"},
     {"rows", "estimate", "batch_size", "row_spool"},
     {"manifest", "planfile"},

@@ -24,7 +24,7 @@ from fluxbatch.models import loading, memory
 from fluxbatch.models.checkpoints import convert
 from fluxbatch.models.checkpoints.header import read_header
 from fluxbatch.models.loading import LAYOUTS, Placement
-from fluxbatch.models.precision import bytes_per_weight, is_block_matrix
+from fluxbatch.models.precision import PRECISIONS, bytes_per_weight, is_block_matrix
 
 logger = logging.getLogger("fluxbatch")
 
@@ -72,7 +72,10 @@ def settle(
     limit = memory.budget(placement.device, wanted_gib=cfg.memory_budget_gib)
     memory.enforce(limit, placement.device)
     shapes = _random_shapes(cfg, placement, random) if cfg.random_weights else _stored_shapes(cfg)
-    needs = footprint(shapes, cfg=cfg, placement=placement, text_encoder=text_encoder, num_layers=num_layers)
+    straight = loading.checkpoint_file(cfg) is not None and PRECISIONS[cfg.quantization].weights is not None
+    needs = footprint(
+        shapes, cfg=cfg, placement=placement, text_encoder=text_encoder, num_layers=num_layers, straight=straight
+    )
     windowed = is_windowed(cfg, needs, budget_gib=limit.budget_gib)
     parts = ", ".join(f"{name} {gib:.2f}" for name, gib in needs.components.items())
     logger.info(
@@ -112,8 +115,12 @@ def footprint(
     placement: Placement,
     text_encoder: str,
     num_layers: int | None = None,
+    straight: bool = False,
 ) -> Footprint:
-    """What tensors of these shapes will take in the dtypes that they will have."""
+    """What tensors of these shapes will take in the dtypes that they will have.
+
+    `straight`: the transformer is quantised while its file is read.
+    """
     transformer = shapes["transformer"]
     components = {"transformer": _gib(transformer, placement.dtype, quantization=cfg.quantization)}
     layers: dict[int, Shapes] = {}
@@ -131,7 +138,7 @@ def footprint(
     sizes = [_gib(layer, placement.text_encoder_dtype) for layer in layers.values()]
     return Footprint(
         components=components,
-        transformer_as_loaded=_gib(transformer, placement.dtype),
+        transformer_as_loaded=_gib(transformer, placement.dtype, quantization=cfg.quantization if straight else "none"),
         streamed=sum(sizes),
         window=min(2 * max(sizes, default=0.0), sum(sizes)),
     )
@@ -166,17 +173,9 @@ def _stored_shapes(cfg: ModelConfig) -> dict[str, Shapes]:
 
 def _component_shapes(folder: Path, name: str, stem: str) -> Shapes:
     try:
-        return {key: shape for path in _weight_files(folder / name, stem) for key, shape in header(path).items()}
+        return {key: shape for path in loading.weight_files(folder / name, stem) for key, shape in header(path).items()}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FluxbatchError(f"model.path={folder}: {name} cannot be loaded: {loading.first_line(error)}") from error
-
-
-def _weight_files(folder: Path, stem: str) -> list[Path]:
-    whole = folder / f"{stem}.safetensors"
-    if whole.is_file():
-        return [whole]
-    shards = loading.read_json(folder / f"{whole.name}.index.json")["weight_map"].values()
-    return [folder / name for name in sorted(set(shards))]
 
 
 def header(path: Path) -> Shapes:
