@@ -13,6 +13,7 @@ from omegaconf import MISSING
 
 from fluxbatch.errors import ConfigError
 from fluxbatch.records import RowRules
+from fluxbatch.step_cache import CHOICES, StepCache
 
 OUTPUTS = ("parquet", "webdataset", "folder")
 IMAGE_FORMATS = ("png", "jpeg", "webp")
@@ -100,6 +101,12 @@ class SamplerConfig:
     guidance_scale: float = MISSING
     true_cfg_scale: float = 2.0  # FLUX.1 with a negative prompt: weight of the second pass
     seed: int = 0
+    step_cache: Any = "off"  # an approximation: conservative, medium, aggressive, or the steps that are computed
+    step_cache_order: int = 1  # of the extrapolation of the others: 1 or 2
+
+    def __post_init__(self) -> None:
+        if self.step_cache is False:  # what YAML makes of off
+            self.step_cache = "off"
 
 
 @dataclass
@@ -206,6 +213,12 @@ def _dtype_or_null(value: Any) -> bool:
     return value is None or value in DTYPES
 
 
+def _is_step_cache(value: Any) -> bool:
+    if not isinstance(value, list):
+        return value in CHOICES
+    return value[:1] == [0] and all(_is_int(step, 0, INT32_MAX) for step in value) and sorted(set(value)) == value
+
+
 def _is_text_or_texts(value: Any) -> bool:
     return all(isinstance(part, str) for part in (value if isinstance(value, list) else [value or ""]))
 
@@ -242,6 +255,8 @@ RULES: tuple[Rule, ...] = (
     ("sampler.guidance_scale", lambda v: 0 <= v < math.inf, "must be a finite number >= 0"),
     ("sampler.true_cfg_scale", lambda v: 0 <= v < math.inf, "must be a finite number >= 0"),
     ("sampler.seed", lambda v: _is_int(v, SEED_MIN, SEED_MAX), "must be from -2^63 to 2^64-1"),
+    ("sampler.step_cache", _is_step_cache, f"must be one of {', '.join(CHOICES)}, or steps such as [0,1,3,5] from 0 up"),
+    ("sampler.step_cache_order", lambda v: _is_int(v, 1, 2), "must be 1 or 2"),
     ("plan.batch_size", lambda v: v == "auto" or _is_int(v, 1, INT32_MAX), "must be auto or a whole number >= 1"),
     ("plan.shard_size", *_at_least(1)),
     ("plan.tail", *_one_of("pad")),
@@ -359,18 +374,23 @@ def row_rules(cfg: JobConfig) -> RowRules:
     )
 
 
+def step_cache(sampler: SamplerConfig) -> StepCache:
+    schedule = sampler.step_cache
+    return StepCache(tuple(schedule) if isinstance(schedule, list) else schedule, sampler.step_cache_order)
+
+
 OUTPUT_AFFECTING = (
     "model.name", "model.path", "model.base", "model.revision", "model.random_weights", "model.dtype",
     "model.text_encoder_dtype", "model.vae_dtype", "model.kernels", "model.quantization", "model.cpu_threads",
     "model.compile", "model.guidance", "model.max_sequence_length", "model.encode_batch_size",
-    "sampler.true_cfg_scale", "output.kind",
+    "sampler.true_cfg_scale", "sampler.step_cache", "sampler.step_cache_order", "output.kind",
     "output.image_format", "output.quality", "output.png_level", "output.embed_parameters",
 )  # fmt: skip
 
 
 SPEED_AFFECTING = (  # what decides how long a launch takes, beside its shape and the machine
     "model.name", "model.dtype", "model.vae_dtype", "model.kernels", "model.quantization", "model.compile",
-    "model.max_sequence_length", "model.decode_max_pixels",
+    "model.max_sequence_length", "model.decode_max_pixels", "sampler.step_cache",
 )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from fluxbatch.lora_files import lora_digests
 log = logging.getLogger(__name__)
 
 PACKAGES = ("torch", "diffusers", "transformers", "datasets", "pyarrow", "duckdb", "pillow", "numpy", "hydra-core")
+UNSAID = {"sampler.step_cache": "off", "sampler.step_cache_order": 1}  # what a job.json means that knows no such key
 OURS = {"locks", "logs"}  # may stand in a folder before job.json does
 
 
@@ -73,8 +74,8 @@ Differences = dict[str, dict[str, Any]]  # by key, what it was and what it is
 
 def differences(stored: dict[str, Any], cfg: JobConfig) -> Differences:
     """The output-affecting settings that are others than the stored ones."""
-    now = settings_record(cfg)
-    return {key: {"was": stored.get(key), "is": now[key]} for key in now if stored.get(key) != now[key]}
+    now, was = settings_record(cfg), UNSAID | stored
+    return {key: {"was": was.get(key), "is": now[key]} for key in now if was.get(key) != now[key]}
 
 
 def settings_record(cfg: JobConfig) -> dict[str, Any]:

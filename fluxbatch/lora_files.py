@@ -15,6 +15,11 @@ from fluxbatch.errors import ConfigError, FluxbatchError
 PICKLES = (".bin", ".ckpt", ".pkl", ".pt", ".pth")
 
 
+def lora_paths(cfg: ModelConfig) -> list[Path]:
+    """The files of a job's LoRAs. ConfigError where one may not be opened."""
+    return [lora_path(cfg, index) for index in range(len(cfg.loras))]
+
+
 def lora_path(cfg: ModelConfig, index: int) -> Path:
     """The file of one LoRA. ConfigError where it is none that may be opened."""
     named = cfg.loras[index].path
@@ -33,7 +38,8 @@ def lora_digests(cfg: ModelConfig) -> list[dict[str, Any]] | None:
     """What stands for the LoRAs in a fingerprint, in their order: SHA-256 and weight. None where there are none."""
     if not cfg.loras:
         return None
-    return [{"sha256": _sha256(lora_path(cfg, i)), "weight": lora.weight} for i, lora in enumerate(cfg.loras)]
+    files = zip(cfg.loras, lora_paths(cfg), strict=True)
+    return [{"sha256": _sha256(path), "weight": lora.weight} for lora, path in files]
 
 
 def _sha256(path: Path) -> str:
