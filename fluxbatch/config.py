@@ -255,7 +255,11 @@ RULES: tuple[Rule, ...] = (
     ("sampler.guidance_scale", lambda v: 0 <= v < math.inf, "must be a finite number >= 0"),
     ("sampler.true_cfg_scale", lambda v: 0 <= v < math.inf, "must be a finite number >= 0"),
     ("sampler.seed", lambda v: _is_int(v, SEED_MIN, SEED_MAX), "must be from -2^63 to 2^64-1"),
-    ("sampler.step_cache", _is_step_cache, f"must be one of {', '.join(CHOICES)}, or steps such as [0,1,3,5] from 0 up"),
+    (
+        "sampler.step_cache",
+        _is_step_cache,
+        f"must be one of {', '.join(CHOICES)}, or steps such as [0,1,3,5] from 0 up",
+    ),
     ("sampler.step_cache_order", lambda v: _is_int(v, 1, 2), "must be 1 or 2"),
     ("plan.batch_size", lambda v: v == "auto" or _is_int(v, 1, INT32_MAX), "must be auto or a whole number >= 1"),
     ("plan.shard_size", *_at_least(1)),

@@ -110,7 +110,9 @@ def test_weight_only_takes_the_blocks_matrices_and_nothing_else(family: str, req
     assert len(held) == {"flux1": 12 + 5, "flux2": 12 + 2}[family]
     assert all("norm" in name or "transformer_blocks" not in name for name in plain)
     shapes = residency._stored_shapes(cfg)["transformer"]
-    counted = {name.removesuffix(".weight") for name, shape in shapes.items() if precisions.is_block_matrix(name, shape)}
+    counted = {
+        name.removesuffix(".weight") for name, shape in shapes.items() if precisions.is_block_matrix(name, shape)
+    }
     assert counted == held
 
 

@@ -64,7 +64,11 @@ def test_schedules_compute_the_first_steps_and_the_last_and_never_two_gaps_in_a_
     computed = StepCache(schedule).computed(num_steps)
     assert computed[:2] == tuple(range(min(2, num_steps))) and computed[-1] == num_steps - 1
     assert list(computed) == sorted(set(computed))
-    assert max(b - a for a, b in zip(computed, computed[1:], strict=False)) <= SCHEDULES[schedule][1] if computed[1:] else 1
+    assert (
+        max(b - a for a, b in zip(computed, computed[1:], strict=False)) <= SCHEDULES[schedule][1]
+        if computed[1:]
+        else 1
+    )
     assert num_steps >= 5 or computed == tuple(range(num_steps)), "distilled models skip nothing"
 
 
@@ -130,7 +134,8 @@ def test_a_schedule_of_all_steps_gives_the_bytes_of_off(mode: str) -> None:
 
 def test_both_pipelines_give_equal_bytes() -> None:
     serial, double = (
-        images(run(batches(4, bucket=LONG), StepCache("aggressive"), mode=mode)) for mode in ("serial", "double_buffered")
+        images(run(batches(4, bucket=LONG), StepCache("aggressive"), mode=mode))
+        for mode in ("serial", "double_buffered")
     )
     assert serial == double
 
@@ -202,9 +207,10 @@ def test_a_job_says_that_it_approximates_and_refuses_to_go_on_otherwise(tmp_path
     stored = json.loads((folder / "job.json").read_text())
     assert stored["fingerprint"]["sampler.step_cache"] == [0, 1]
     assert stored["settings"]["sampler"]["step_cache_order"] == 2
-    assert "| step cache | \\[0, 1\\], order 2: the other steps are extrapolated, an approximation |" in (
-        folder / "README.md"
-    ).read_text()
+    assert (
+        "| step cache | \\[0, 1\\], order 2: the other steps are extrapolated, an approximation |"
+        in (folder / "README.md").read_text()
+    )
     assert "step cache [0, 1], order 2: an approximation" in (folder / "report.html").read_text()
     with pytest.raises(ConfigError, match=r"sampler.step_cache must be \[0, 1\], got 'off'"):
         do(settings(tmp_path, "sampler.step_cache_order=2"), CurvedModel)

@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -117,9 +117,12 @@ class _File:
 
     def _read(self, key: str) -> Tensor:
         try:
-            return self._header.read(key).float()
+            tensor = self._header.read(key).float()
         except (OSError, ValueError) as error:
             raise FluxbatchError(f"{self._path}: {loading.first_line(error)}") from error
+        if not tensor.isfinite().all():
+            raise self._refusal("hold finite numbers", f"{key} does not")
+        return tensor
 
     def _refuse_strange_keys(self) -> None:
         if not self._header.entries:
@@ -129,6 +132,9 @@ class _File:
                 raise self._refusal("change the transformer only", f"{key} is of a text encoder")
             if not FACTOR.fullmatch(key) and not key.endswith(".alpha"):
                 raise self._refusal("hold pairs of low-rank matrices", f"{key} is none")
+        for keys in _layers(self._header.entries).values():
+            if len(_factors(keys)) != 2:
+                raise self._refusal("hold pairs of low-rank matrices", f"{keys[0]} has no counterpart")
 
     def _converted(self, tensors: Tensors, *, key: str) -> dict[str, Change]:
         """By layer, as diffusers reads them; alphas and metadata are in the factor already where it reads those."""
@@ -153,8 +159,6 @@ class _File:
         held = (change.up.shape[0], change.down.shape[1])
         if held != wanted or change.up.shape[1] != change.down.shape[0]:
             raise self._refusal(self._of_family, f"{layer} is {list(wanted)}, its change {list(held)}")
-        if not (change.up.isfinite().all() and change.down.isfinite().all()):
-            raise self._refusal("hold finite numbers", f"the change of {layer} does not")
 
     @property
     def _of_family(self) -> str:
@@ -164,23 +168,26 @@ class _File:
         return ConfigError(f"model.loras[{self._index}].path must {rule}, got {self._path}: {why}")
 
 
-def _layers(tensors: Tensors) -> dict[str, list[str]]:
+def _layers(found: Iterable[str]) -> dict[str, list[str]]:
     """The keys of each layer, as the file spells it."""
     layers: dict[str, list[str]] = {}
-    for key in tensors:
+    for key in found:
         factor = FACTOR.fullmatch(key)
         layers.setdefault(factor[1] if factor else key.removesuffix(".alpha"), []).append(key)
     return layers
 
 
+def _factors(keys: Sequence[str]) -> dict[bool, str]:
+    """Of a layer's keys that of the factor that goes down (True) and of the one that goes up."""
+    return {match[2] in DOWN: key for key in keys if (match := FACTOR.fullmatch(key))}
+
+
 def _source(keys: Sequence[str], tensors: Tensors) -> Change:
-    """What a layer's tensors mean by themselves; nothing where one of the pair is missing."""
-    factors = {match[2] in DOWN: tensors[key] for key in keys if (match := FACTOR.fullmatch(key))}
-    if len(factors) != 2:
-        return Change(torch.ones(1, 1), torch.ones(1, 1), 1.0)
+    """What a layer's tensors mean by themselves."""
+    factors = _factors(keys)
+    up, down = tensors[factors[False]], tensors[factors[True]]
     alpha = next((float(tensors[key]) for key in keys if key.endswith(".alpha")), None)
-    down = factors[True]
-    return Change(factors[False], down, 1.0 if alpha is None else alpha / down.shape[0])
+    return Change(up, down, 1.0 if alpha is None else alpha / down.shape[0])
 
 
 # --- diffusers' reading ---------------------------------------------------------------------------------------------
@@ -204,10 +211,10 @@ def _by_layer(state: Tensors, alphas: Mapping[str, Any]) -> dict[str, Change]:
     changes = {}
     for key, down in state.items():
         if not key.endswith(".lora_A.weight"):
-            if not key.endswith(".lora_B.weight") or key.replace(".lora_B.", ".lora_A.") not in state:
-                raise ValueError(f"{key} has no counterpart")
             continue
         layer = key.removesuffix(".lora_A.weight")
+        if alphas and f"{layer}.alpha" not in alphas:  # diffusers would give it the commonest one
+            raise ValueError(f"{layer} has no alpha, and others have")
         alpha = alphas.get(f"{layer}.alpha")
         factor = 1.0 if alpha is None else float(alpha) / down.shape[0]
         changes[layer.removeprefix("transformer.")] = Change(state[f"{layer}.lora_B.weight"], down, factor)

@@ -40,7 +40,9 @@ class Linear:
             packed = cls(weight, bias, weight.dtype)
         else:
             parts = [_quantized(module, precision.weights) for module in modules]
-            weight, scales = (torch.cat(tensors) for tensors in zip(*((p.weight, p.scales) for p in parts), strict=True))
+            weight, scales = (
+                torch.cat(tensors) for tensors in zip(*((p.weight, p.scales) for p in parts), strict=True)
+            )
             packed = cls(weight, bias, parts[0].dtype, scales.t().contiguous(), precision.weight_only)
         for module in modules:
             module.weight = module.bias = None

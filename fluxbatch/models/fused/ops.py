@@ -205,7 +205,9 @@ def activate(attention_out: Tensor | None, mlp: Tensor | None, kind: Activation,
     return out
 
 
-def _activate_plain(attention_out: Tensor | None, mlp: Tensor | None, kind: Activation, *, into: torch.dtype | None) -> Rows:
+def _activate_plain(
+    attention_out: Tensor | None, mlp: Tensor | None, kind: Activation, *, into: torch.dtype | None
+) -> Rows:
     parts = [] if attention_out is None else [attention_out.float()]
     if mlp is not None and kind is Activation.GELU:
         parts.append(F.gelu(mlp.float(), approximate="tanh"))
@@ -230,7 +232,9 @@ def quantize_rows_plain(values: Tensor, into: torch.dtype) -> Rows:
     return Rows(torch.floor(values / scales + 0.5).nan_to_num(0).to(into), scales + (values * 0).sum(1, keepdim=True))
 
 
-def scale_products(products: Tensor, row_scales: Tensor, column_scales: Tensor, bias: Tensor | None, out: Tensor) -> None:
+def scale_products(
+    products: Tensor, row_scales: Tensor, column_scales: Tensor, bias: Tensor | None, out: Tensor
+) -> None:
     """int32 (R, N) times row_scales (R, 1) and column_scales (1, N), plus bias (N,), rounded once into `out`."""
     if not _by_kernel(products):
         values = products.float() * row_scales * column_scales
