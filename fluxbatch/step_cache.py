@@ -17,7 +17,7 @@ LEAST_STEPS = 5  # of fewer, which distilled models take, each is computed
 
 @dataclass(frozen=True, slots=True)
 class StepCache:
-    """`schedule`: one of CHOICES, or the numbers of the steps that are computed. `order` of the extrapolation: 1 or 2."""
+    """`schedule`: one of CHOICES, or the numbers of the steps that are computed. `order` of the polynomial: 1 or 2."""
 
     schedule: str | tuple[int, ...] = "off"
     order: int = 1

@@ -72,7 +72,7 @@ def old_diffusers() -> Tensors:
 
 
 def kohya_flux1(*, joint: str = "_", head: str = "lora_unet_") -> Tensors:
-    """sd-scripts' names; with dots and another head those of ComfyUI. The converter knows linear1 at full width only."""
+    """sd-scripts' names; with dots and another head those of ComfyUI. linear1 is known at full width only."""
     layers = {
         ("double_blocks", "0", "img_attn", "qkv"): (96, 32),
         ("double_blocks", "0", "txt_attn", "proj"): (32, 32),

@@ -218,11 +218,11 @@ def test_an_altered_file_is_another_job_and_a_moved_one_is_not(tmp_path: Path) -
     assert "| LoRA | a.safetensors (0.8) |" in (tmp_path / "run" / "README.md").read_text()
     do(job_settings(tmp_path, named(path.rename(tmp_path / "b.safetensors"))))
     for other in (named(tmp_path / "b.safetensors", 0.9), "model.loras=[]"):
-        with pytest.raises(ConfigError, match="model.loras must be"):
+        with pytest.raises(ConfigError, match=r"model\.loras must be"):
             do(job_settings(tmp_path, other))
     tensors = load_file(tmp_path / "b.safetensors")
     write_lora(tmp_path / "b.safetensors", {key: tensor * 1.001 for key, tensor in tensors.items()})
-    with pytest.raises(ConfigError, match="model.loras must be"):
+    with pytest.raises(ConfigError, match=r"model\.loras must be"):
         do(job_settings(tmp_path, named(tmp_path / "b.safetensors")))
 
 
@@ -251,7 +251,7 @@ def test_misspelt_loras_are_refused_in_a_sentence(setting: str, sentence: str, t
 
 def test_random_weights_take_no_lora(tmp_path: Path) -> None:
     manifest(tmp_path / "m.parquet", rows(4))
-    with pytest.raises(ConfigError, match="model.loras must be empty with model.random_weights=true"):
+    with pytest.raises(ConfigError, match=r"model\.loras must be empty with model.random_weights=true"):
         do(job_settings(tmp_path, "model.loras=[{path:a.safetensors}]", "model.random_weights=true"))
 
 

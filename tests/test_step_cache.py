@@ -1,5 +1,6 @@
 """Steps that are extrapolated instead of computed: which ones, how, and that rows and resumes do not notice."""
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -64,11 +65,8 @@ def test_schedules_compute_the_first_steps_and_the_last_and_never_two_gaps_in_a_
     computed = StepCache(schedule).computed(num_steps)
     assert computed[:2] == tuple(range(min(2, num_steps))) and computed[-1] == num_steps - 1
     assert list(computed) == sorted(set(computed))
-    assert (
-        max(b - a for a, b in zip(computed, computed[1:], strict=False)) <= SCHEDULES[schedule][1]
-        if computed[1:]
-        else 1
-    )
+    distances = [b - a for a, b in itertools.pairwise(computed)]
+    assert max(distances, default=1) <= SCHEDULES[schedule][1]
     assert num_steps >= 5 or computed == tuple(range(num_steps)), "distilled models skip nothing"
 
 
@@ -84,7 +82,7 @@ def test_a_list_of_steps_is_taken_as_it_is_and_reaches_no_further_than_the_row()
 
 @pytest.mark.parametrize("wrong", ["on", True, [], [1, 2], [0, 2, 2], [0, 3, 1], [0, 1.5], [0, -1], 3])
 def test_another_schedule_is_refused_with_the_choices(wrong: Any) -> None:
-    key, holds, rule = next(known for known in config.RULES if known[0] == "sampler.step_cache")
+    _, holds, rule = next(known for known in config.RULES if known[0] == "sampler.step_cache")
     assert not holds(wrong)
     assert "off, conservative, medium, aggressive" in rule
 

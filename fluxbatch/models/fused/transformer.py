@@ -55,7 +55,7 @@ class FusedTransformer:
 
 
 def brought(blocks: Iterable[nn.Module], device: torch.device) -> Iterator[Any]:
-    """Blocks as they are asked for, on the device: packed in 8 bits before the next one comes, they fit a small card."""
+    """Blocks as they are asked for, on the device: quantised before the next one comes, they fit a small card."""
     for block in blocks:
         yield block.to(device)
 
