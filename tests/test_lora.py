@@ -157,6 +157,17 @@ def refused(tensors: dict[str, Tensor], base: Path, family: str, tmp_path: Path,
         (pair("transformer.transformer_blocks.7.attn.to_q", 32, 32), "transformer_blocks.7.attn.to_q is no layer"),
         (pair("transformer.transformer_blocks.0.attn.to_k", 64, 32), "to_k is [32, 32], its change [64, 32]"),
         ({"transformer.transformer_blocks.0.attn.to_k.lora_A.weight": torch.ones(4, 32)}, "has no counterpart"),
+        (
+            {f"transformer.proj_out.{word}.weight": torch.ones(16, 16, 1, 1) for word in ("lora_A", "lora_B")},
+            "are [16, 16, 1, 1] and [16, 16, 1, 1]",
+        ),
+        (
+            {
+                "transformer.proj_out.lora_A.weight": torch.ones(4, 32),
+                "transformer.proj_out.lora_B.weight": torch.ones(16, 5),
+            },
+            "are [16, 5] and [4, 32]",
+        ),
         (pair("lora_unet_double_blocks_0_img_attn_qkv", 96, 32, words=("lora_up", "lora_down")), "lora_unet_double"),
         (
             {key: torch.full_like(value, torch.nan) for key, value in pair("transformer.proj_out", 16, 32).items()},

@@ -217,6 +217,14 @@ def test_products_in_eight_bits_are_refused_in_diffusers_modules(quantization: s
         check_model(cfg)
 
 
+def test_compiled_fp8_weights_are_refused_where_triton_cannot_read_them() -> None:
+    cfg = model_config(quantization="fp8_weight_only", compile="regional", dtype="bfloat16")
+    with pytest.raises(ConfigError, match=r"model\.compile must be off .* on A100, got regional: .* int8_weight_only"):
+        precisions.check(cfg, loading.place(cfg), AMPERE)
+    for machine in (ADA, HOPPER, CPU):
+        precisions.check(cfg, loading.place(cfg), machine)
+
+
 def test_weight_only_runs_on_diffusers_modules_where_nothing_else_is_asked_for() -> None:
     for quantization in WEIGHT_ONLY:
         cfg = model_config(quantization=quantization)

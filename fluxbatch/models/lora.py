@@ -134,6 +134,10 @@ class _File:
         for keys in _layers(self._header.entries).values():
             if len(_factors(keys)) != 2:
                 raise self._refusal("hold pairs of low-rank matrices", f"{keys[0]} has no counterpart")
+            up, down = (self._header.entries[_factors(keys)[goes_down]].shape for goes_down in (False, True))
+            if len(up) != 2 or len(down) != 2 or up[1] != down[0]:
+                told = f"{keys[0]} and its counterpart are {list(up)} and {list(down)}"
+                raise self._refusal("hold pairs of low-rank matrices", told)
 
     def _converted(self, tensors: Tensors, *, key: str) -> dict[str, Change]:
         """By layer, as diffusers reads them; alphas and metadata are in the factor already where it reads those."""
@@ -156,7 +160,7 @@ class _File:
         if wanted is None:
             raise self._refusal(self._of_family, f"{layer} is no layer of it")
         held = (change.up.shape[0], change.down.shape[1])
-        if held != wanted or change.up.shape[1] != change.down.shape[0]:
+        if held != wanted:
             raise self._refusal(self._of_family, f"{layer} is {list(wanted)}, its change {list(held)}")
 
     @property

@@ -78,7 +78,8 @@ class Machine:
         return cls(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
 
 
-LEAST = {"fp8": (8, 9), "int8": (8, 0), "nvfp4": (10, 0)}
+ADA = (8, 9)
+LEAST = {"fp8": ADA, "int8": (8, 0), "nvfp4": (10, 0)}
 NEEDS = {
     "fp8": "FP8 products need Ada, Hopper or later",
     "int8": "our INT8 path needs Ampere or later",
@@ -106,6 +107,11 @@ def check(cfg: ModelConfig, placement: Placement, machine: Machine) -> None:
         _check_fused(cfg)
         if machine.capability is None:
             _warn_of_cpu(wanted)
+    if wanted == "fp8_weight_only" and cfg.compile != "off" and (machine.capability or ADA) < ADA:
+        raise ConfigError(
+            f"model.compile must be off with model.quantization=fp8_weight_only on {machine.name}, got {cfg.compile}: "
+            "Triton reads E4M3 on Ada, Hopper or later; int8_weight_only compiles"
+        )
     if wanted == "nvfp4":
         _check_nvfp4(cfg, placement)
 
