@@ -16,9 +16,10 @@ from test_run import do, manifest, rows
 from test_run import settings as job_settings
 from torch import Tensor
 
-from fluxbatch import job
+from fluxbatch import job, word_verbs
 from fluxbatch.config import LoraConfig, ModelConfig
 from fluxbatch.errors import ConfigError
+from fluxbatch.folder import RunFolder
 from fluxbatch.models import check_model, load_model, lora
 from fluxbatch.models.fused import ops
 
@@ -235,6 +236,10 @@ def test_an_altered_file_is_another_job_and_a_moved_one_is_not(tmp_path: Path) -
     write_lora(tmp_path / "b.safetensors", {key: tensor * 1.001 for key, tensor in tensors.items()})
     with pytest.raises(ConfigError, match=r"model\.loras must be"):
         do(job_settings(tmp_path, named(tmp_path / "b.safetensors")))
+    cfg = job.recorded_config(stored)
+    cfg.model.loras[0].path = str(tmp_path / "b.safetensors")
+    [(key, was, now)] = word_verbs._changed_settings(RunFolder(tmp_path / "run"), cfg)
+    assert key == "model.loras" and was == [kept] != now, "what render tells where the bytes differ"
 
 
 def test_the_recorded_settings_name_the_loras_again(tmp_path: Path) -> None:
