@@ -41,10 +41,9 @@ class Checkpoint:
 
 
 def _halves(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {
-        name: value.detach().half().cpu() if value.is_floating_point() else value.cpu()
-        for name, value in tensors.items()
-    }
+    """Whole numbers (how many batches a norm has seen) stay."""
+    plain = {name: value.detach().cpu() for name, value in tensors.items()}
+    return {name: value.half() if value.is_floating_point() else value for name, value in plain.items()}
 
 
 def vae_numbers(vae: Any) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Draws the examination with a pipeline and has worker processes judge it, one setting after another. Trains nothing."""
+"""Draws the examination with a pipeline and has worker processes judge it, setting by setting. Trains nothing."""
 
 import time
 from collections.abc import Callable, Sequence

@@ -85,6 +85,8 @@ class Flux2(nn.Module):
     def __init__(self, transformer: Flux2Transformer2DModel, qwen3: Qwen3ForCausalLM) -> None:
         super().__init__()
         self.transformer, self.qwen3 = transformer, qwen3
+        for unread in (*qwen3.model.layers[READ_LAYERS[-1] :], qwen3.model.norm):
+            unread.requires_grad_(False)
 
     @staticmethod
     def template(work: Path) -> Path:

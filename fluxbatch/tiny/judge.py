@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fluxbatch.tiny.measure import (
+    FOREGROUND,
     background_color,
     color_name,
     components,
@@ -19,9 +20,8 @@ from fluxbatch.tiny.words import PLACES, RELATIONS, SCENERY
 
 Checks = dict[str, bool]
 
-FOREGROUND = 0.10  # largest channel difference to the background that still is background; the VAE strays by .06
 SAME_SHAPE = 0.75  # least overlap with the outline; the VAE round trip of thin crescents reaches .79
-SAME_OBJECT = 0.125  # largest mean channel distance to the sprite; the VAE round trip of a bicycle reaches .113
+SAME_OBJECT = 0.16  # largest distance to the sprite; the VAE round trip of a bicycle reaches .113 + outline
 NEAR = 0.13  # of the side: how far from its place a thing may stand
 
 

@@ -13,6 +13,9 @@ from fluxbatch.tiny.words import COLORS, PALETTE, SHAPES
 
 # H W pixels, float32 rgb in 0..1; masks (H, W) bool
 
+FOREGROUND = 0.10  # largest channel difference to the background that still is background; the VAE strays by .06
+OUTLINE_WEIGHT = 0.25  # of a sprite's outline beside its colours; the margin to the next sprite grows by half
+SHORTLIST = 16  # sprites compared more closely
 SMALLEST_PIECE = 0.004  # of the picture: smaller components are the VAE's stray pixels, not things
 
 
@@ -143,8 +146,33 @@ def _sprites() -> tuple[list[tuple[str, str | None]], np.ndarray, np.ndarray]:
 
 
 def object_name(pixels: np.ndarray, mask: np.ndarray, background: np.ndarray) -> tuple[tuple[str, str | None], float]:
-    """(noun, tint) of the sprite that looks most like the masked part before that background, and its distance."""
+    """(noun, tint) of the sprite that looks most like the masked part before that background, and its distance.
+
+    A balloon's string or a wheel's rim may be too faint for the mask, which then is cut too small: the sprites that
+    come nearest are compared with larger cuts too.
+    """
     keys, rgb, alpha = _sprites()
-    seen = _cut(pixels, _square_box(mask), outside=background)
-    distance = np.abs(rgb + background.astype(np.float32) * (1 - alpha) - seen).mean((1, 2, 3))
-    return keys[int(distance.argmin())], float(distance.min())
+    expected = rgb + background.astype(np.float32) * (1 - alpha)
+    box = _square_box(mask)
+    near = np.argsort(_distances(expected, pixels, mask, background, box))[:SHORTLIST]
+    boxes = [box, *_larger(box)]
+    distances = np.min([_distances(expected[near], pixels, mask, background, some) for some in boxes], axis=0)
+    return keys[int(near[distances.argmin()])], float(distances.min())
+
+
+def _distances(
+    expected: np.ndarray, pixels: np.ndarray, mask: np.ndarray, background: np.ndarray, box: tuple[int, int, int]
+) -> np.ndarray:
+    """Of each expected picture (N, 32, 32, 3) to the box: of the colours, and of what stands out from the background,
+    so that a thin bicycle is no balloon in the background's colour."""
+    seen, outline = _cut(pixels, box, outside=background), _cut(mask, box, outside=0.0)
+    stands_out = np.abs(expected - background).max(-1) > FOREGROUND
+    return np.abs(expected - seen).mean((1, 2, 3)) + OUTLINE_WEIGHT * np.abs(stands_out - outline).mean((1, 2))
+
+
+def _larger(box: tuple[int, int, int]) -> list[tuple[int, int, int]]:
+    """Squares a little larger that share the box's centre or one side's middle."""
+    top, left, side = box
+    grown = [(round(side * more) - side) for more in (1.08, 1.16, 1.25)]
+    places = ((0.5, 0.5), (0, 0.5), (1, 0.5), (0.5, 0), (0.5, 1))  # of the growth that goes above, and to the left
+    return [(top - round(g * up), left - round(g * aside), side + g) for g in grown for up, aside in places if g]

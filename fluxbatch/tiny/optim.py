@@ -34,11 +34,12 @@ class Optimizer:
     """
 
     def __init__(self, net: nn.Module, average: list[Tensor]) -> None:
-        self.parameters: list[Tensor] = list(net.parameters())
+        named = [(name, p) for name, p in net.named_parameters() if p.requires_grad]
+        self.parameters: list[Tensor] = [p for _, p in named]
         self.average = average
         self.average_decay = torch.zeros((), device=self.parameters[0].device)  # on the device: a graph reads it anew
         self.learning_rate = torch.zeros((), device=self.parameters[0].device)
-        matrices = [p for name, p in net.named_parameters() if p.ndim == 2 and ("block" in name or "layers" in name)]
+        matrices = [p for name, p in named if p.ndim == 2 and ("block" in name or "layers" in name)]
         matrices = [p for p in matrices if min(p.shape) > 32]  # not T5's table of relative positions
         self.stacks: dict[torch.Size, list[Tensor]] = {}
         for matrix in matrices:

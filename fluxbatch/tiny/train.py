@@ -152,10 +152,11 @@ def ready_vae(
         pictures = [Pictures(size, captions.rows, textures) for size in sizes]
         train_decoder(vae, pictures, seconds=args.decoder_seconds, say=run.say)
     if not trained or args.source == "vae":
-        shown = render(captions.rows[:512].to(textures.device), textures, height=128, width=128)
+        rows = captions.rows[: 16 if args.smoke else 1024].to(textures.device)
+        shown = render(rows, textures, height=128, width=128)
         with torch.no_grad():
             calibrate(vae, torch.cat([encode_pixels(vae, part) for part in shown.split(64)]))
-    shown = render(captions.rows[-32:].to(textures.device), textures, height=128, width=128)
+    shown = render(captions.rows[-16:].to(textures.device), textures, height=128, width=128)
     run.say(f"VAE round trip {psnr(vae, shown):.1f} dB")
 
 
@@ -201,6 +202,8 @@ def finish(
     pack_model(folder, run.out)
     run.write()
     run.say(f"model folder of {run.record['model_bytes'] / 1e6:.1f} MB packed")
+    if run.clock.stopped:
+        return
 
     @functools.cache
     def pipeline(dtype: str) -> Any:

@@ -1,5 +1,5 @@
-"""Trains one network: flow matching, then guidance distillation, until the clock says so. Knows steps and weights of one
-device, no captions and no files."""
+"""Trains one network: flow matching, then guidance distillation, until the clock says so. Knows the steps and weights
+of one device, no captions and no files."""
 
 import functools
 import math
@@ -70,16 +70,17 @@ class Trainer:
     ) -> None:
         self.net, self.progress, self.clock, self.say, self.keep = net, progress, clock, say, keep
         self.device = next(net.parameters()).device
-        self.average = copy_of(net.parameters())
+        self.parameters = [parameter for parameter in net.parameters() if parameter.requires_grad]
+        self.average = copy_of(self.parameters)
         self.optimizer = Optimizer(net, self.average)
         self.recorder = Recorder(say)
         self.loss_sum = torch.zeros((), device=self.device)
         self.flow_steps: list[Step] = []
-        self.steps_a_look = 25 if self.device.type == "cuda" else 2  # at the clock; each look waits for the device
+        self.steps_a_look = 25 if self.device.type == "cuda" else 1  # at the clock; each look waits for the device
 
     def averaged(self) -> dict[str, Tensor]:
         """The average under the network's names. T5's embedding has two names for one tensor."""
-        average_of = {p.data_ptr(): a for p, a in zip(self.net.parameters(), self.average, strict=True)}
+        average_of = {p.data_ptr(): a for p, a in zip(self.parameters, self.average, strict=True)}
         return {name: average_of.get(value.data_ptr(), value) for name, value in self.net.state_dict().items()}
 
     def match_flow(
@@ -106,6 +107,7 @@ class Trainer:
         self.use_average()
         with torch.no_grad():
             empty_text = teacher.embed(empty)
+        self.recorder = Recorder(self.say)  # memory of its own: these steps and those recorded before are mixed
         steps = []
         for bucket, share, flow_step in zip(buckets, shares, self.flow_steps, strict=True):
             loss = functools.partial(
@@ -120,7 +122,7 @@ class Trainer:
     @torch.no_grad()
     def use_average(self) -> None:
         """Puts the average in the network's place, where captured steps find it."""
-        torch._foreach_copy_(list(self.net.parameters()), self.average)
+        torch._foreach_copy_(self.parameters, self.average)
 
     def _recorded(self, loss: Callable[[], Tensor], bucket: Bucket, *, early: float, late: float) -> Step:
         self.optimizer.learning_rate.zero_()  # recording takes the step a few times
@@ -138,7 +140,7 @@ class Trainer:
     def _train(self, stage: str, steps: list[Step], *, rate: float, average: float, until_left_s: float) -> None:
         """Until no more than `until_left_s` of this run are left; one look at the clock at least."""
         began, trained_s = time.monotonic(), self.progress.trained_s
-        whole_s = max(1e-9, self.clock.left_s() - until_left_s)
+        whole_s = max(1.0, self.clock.left_s() - until_left_s)
         order = np.random.default_rng(self.progress.steps)
         self.loss_sum.zero_()
         done, logged, kept, window = 0, began, began, [0, 0]
