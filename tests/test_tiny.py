@@ -11,8 +11,10 @@ import torch
 
 from fluxbatch.tiny.checkpoint import Checkpoint, load_pieces, save_pieces
 from fluxbatch.tiny.examination import Question, examination, score
+from fluxbatch.tiny.export import pack_model
 from fluxbatch.tiny.flow import HIGH_NOISE, HIGH_NOISE_SHARE, Bucket, distillation_loss, draw_sigma, flow_loss
 from fluxbatch.tiny.flux1 import CLIP_TOKENS, TEXT_TOKENS, Flux1
+from fluxbatch.tiny.install import RECORD, install_model, with_run
 from fluxbatch.tiny.judge import judge
 from fluxbatch.tiny.measure import components
 from fluxbatch.tiny.optim import Optimizer, copy_of, orthogonalized
@@ -218,8 +220,7 @@ def test_one_step_lowers_the_loss_and_moves_the_average(net: Flux1) -> None:
     assert (average[0] - halfway).abs().max() < (before[0] - halfway).abs().max()
 
 
-def test_the_student_follows_its_guidance_input_not_its_teacher_at_one(net: Flux1) -> None:
-    """A teacher that answers the same with and without a caption asks for nothing that guidance could enlarge."""
+def test_what_is_distilled_depends_on_what_the_teacher_says_without_a_caption(net: Flux1) -> None:
     bucket, empty = one_picture(net)
     with torch.no_grad():
         same, other = (
@@ -298,6 +299,38 @@ def test_a_checkpoint_gives_back_what_was_kept(tmp_path: Path) -> None:
 def test_a_folder_without_a_checkpoint_is_refused_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="--from must be a folder with checkpoint"):
         Checkpoint.load(tmp_path)
+
+
+def test_a_model_is_installed_whole_or_not_at_all(tmp_path: Path) -> None:
+    place, out = tmp_path / "place", tmp_path / "out"
+    for folder in (place, out, tmp_path / "new"):
+        folder.mkdir()
+    (place / "old.json").write_text("{}")
+    with pytest.raises(SystemExit, match="has no model"):
+        install_model(out, place)
+    assert (place / "old.json").exists()
+    (tmp_path / "new" / "weights").write_bytes(b"12345")
+    pack_model(tmp_path / "new", out)
+    assert install_model(out, place) == 5
+    assert [path.name for path in place.iterdir()] == ["weights"]
+
+
+def test_an_installed_run_adds_its_line_and_replaces_the_scores() -> None:
+    losses = [{"stage": "flow", "loss": loss, "samples_per_s": 9000.0} for loss in (0.5, 0.25)]
+    run = {
+        "model": "flux1",
+        "arguments": {"minutes": "8.0", "source": "shipped"},
+        "device": "one GPU",
+        "torch": "2.11",
+        "trained_s": 240.0,
+        "samples": 6_500_000,
+        "losses": losses,
+        "scores": {"8x8": {"shape": 0.123, "shape: color": 1.0}},
+    }
+    text = with_run(with_run(RECORD.read_text(), run), run)
+    assert text.count("| one GPU, torch 2.11 | 4.0 | 6.5 M | 9,000 | 0.500 to 0.250 |") == 2
+    assert text.count("| 8x8 | 0.123 |") == 1
+    assert "color" not in text.split("<!-- scores of flux1 -->")[1]
 
 
 @pytest.mark.slow
