@@ -15,7 +15,7 @@ from fluxbatch.tiny.words import COLORS, PALETTE, SHAPES
 
 FOREGROUND = 0.10  # largest channel difference to the background that still is background; the VAE strays by .06
 OUTLINE_WEIGHT = 0.25  # of a sprite's outline beside its colours; the margin to the next sprite grows by half
-SHORTLIST = 16  # sprites compared more closely
+SHORTLIST = 24  # sprites compared more closely
 SMALLEST_PIECE = 0.004  # of the picture: smaller components are the VAE's stray pixels, not things
 
 
@@ -148,14 +148,16 @@ def _sprites() -> tuple[list[tuple[str, str | None]], np.ndarray, np.ndarray]:
 def object_name(pixels: np.ndarray, mask: np.ndarray, background: np.ndarray) -> tuple[tuple[str, str | None], float]:
     """(noun, tint) of the sprite that looks most like the masked part before that background, and its distance.
 
-    A balloon's string or a wheel's rim may be too faint for the mask, which then is cut too small: the sprites that
-    come nearest are compared with larger cuts too.
+    A balloon's string may be too faint for the mask, which then is cut too small: larger cuts are compared too, with
+    the sprites that come nearest on every fourth pixel of a line.
     """
     keys, rgb, alpha = _sprites()
     expected = rgb + background.astype(np.float32) * (1 - alpha)
     box = _square_box(mask)
-    near = np.argsort(_distances(expected, pixels, mask, background, box))[:SHORTLIST]
     boxes = [box, *_larger(box)]
+    coarse = [_cut(pixels, some, outside=background)[::4, ::4] for some in boxes]
+    roughly = np.min([np.abs(expected[:, ::4, ::4] - seen).mean((1, 2, 3)) for seen in coarse], axis=0)
+    near = roughly.argsort()[:SHORTLIST]
     distances = np.min([_distances(expected[near], pixels, mask, background, some) for some in boxes], axis=0)
     return keys[int(near[distances.argmin()])], float(distances.min())
 
