@@ -168,8 +168,8 @@ class Trainer:
         progress, loss = self.progress, float(self.loss_sum) / steps
         self.loss_sum.zero_()
         progress.steps, progress.samples = progress.steps + steps, progress.samples + samples
-        line = {"stage": stage, "at_s": self.clock.spent_s(), "loss": loss, "samples_per_s": samples / seconds}
-        progress.losses.append({k: v if isinstance(v, str) else round(v, 4) for k, v in line.items()})
+        measured = {"at_s": self.clock.spent_s(), "loss": loss, "samples_per_s": samples / seconds}
+        progress.losses.append({"stage": stage, **{name: round(value, 4) for name, value in measured.items()}})
         self.say(
             f"{stage} {share:6.1%}  loss {loss:.4f}  {samples / seconds:8.0f} samples/s  "
             f"{progress.samples / 1e6:.2f} M samples  {self.clock.left_s():.0f} s left"
