@@ -14,7 +14,7 @@ from fluxbatch.tiny.examination import Question, examination, score
 from fluxbatch.tiny.export import pack_model
 from fluxbatch.tiny.flow import HIGH_NOISE, HIGH_NOISE_SHARE, Bucket, distillation_loss, draw_sigma, flow_loss
 from fluxbatch.tiny.flux1 import CLIP_TOKENS, TEXT_TOKENS, Flux1
-from fluxbatch.tiny.install import RECORD, install_model, with_run
+from fluxbatch.tiny.install import RECORD, SETTINGS, install_model, with_run, with_text_length
 from fluxbatch.tiny.judge import judge
 from fluxbatch.tiny.measure import components
 from fluxbatch.tiny.optim import Optimizer, copy_of, orthogonalized
@@ -272,11 +272,19 @@ def test_no_caption_is_longer_than_the_token_columns() -> None:
     assert (clip_ids[:, -1] == clip_ids.max()).all()
 
 
-def test_the_settings_pad_captions_as_the_training_did() -> None:
-    from omegaconf import OmegaConf
+def test_the_settings_pad_captions_as_the_training_of_the_shipped_weights_did() -> None:
+    settings = SETTINGS.read_text()
+    assert with_text_length(settings, FOLDER) == settings
+    assert "\nmax_sequence_length: " in settings
 
-    conf = Path(__file__).parent.parent / "conf" / "model" / "tiny.yaml"
-    assert OmegaConf.load(conf).max_sequence_length == TEXT_TOKENS
+
+def test_installing_weights_takes_over_their_text_length(tmp_path: Path) -> None:
+    (tmp_path / "defaults.json").write_text('{"max_sequence_length": 7}')
+    assert with_text_length("dtype: float32\nmax_sequence_length: 64\n", tmp_path) == (
+        "dtype: float32\nmax_sequence_length: 7\n"
+    )
+    with pytest.raises(SystemExit, match="0 lines"):
+        with_text_length("dtype: float32\n", tmp_path)
 
 
 def test_pieces_are_joined_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ OUT is the folder of `fluxbatch.tiny.train`; its model.tar.NN, run.json and shee
 
 import io
 import json
+import re
 import shutil
 import sys
 import tarfile
@@ -18,6 +19,7 @@ from fluxbatch.tiny.checkpoint import load_pieces
 
 FOLDERS = {"flux1": FOLDER, "flux2": FOLDER.parent / "model_flux2"}
 RECORD = FOLDER.parent / "TRAINING.md"
+SETTINGS = FOLDER.parent.parent.parent / "conf" / "model" / "tiny.yaml"
 MOST_BYTES = 25_000_000
 
 
@@ -75,10 +77,23 @@ def _score_table(scores: dict[str, dict[str, float]]) -> str:
     return "\n" + table(scores) + "\n\n"
 
 
+def with_text_length(settings: str, folder: Path) -> str:
+    """The settings of a model folder, padding captions as its training did."""
+    length = json.loads((folder / "defaults.json").read_text())["max_sequence_length"]
+    changed, count = re.subn(r"(?m)^max_sequence_length: \d+$", f"max_sequence_length: {length}", settings)
+    if count != 1:
+        raise SystemExit(f"{SETTINGS} has {count} lines with a max_sequence_length, not one")
+    return changed
+
+
 def main(out: Path) -> None:
     run = json.loads((out / "run.json").read_text())
-    size = install_model(out, FOLDERS[run["model"]])
-    RECORD.write_text(with_run(RECORD.read_text(), run))
+    record = with_run(RECORD.read_text(), run)
+    folder = FOLDERS[run["model"]]
+    size = install_model(out, folder)
+    RECORD.write_text(record)
+    if folder == FOLDER:
+        SETTINGS.write_text(with_text_length(SETTINGS.read_text(), folder))
     print(f"{FOLDERS[run['model']]}: {size / 1e6:.1f} MB; {RECORD.name}: one more run, {len(run['scores'])} settings")
 
 
