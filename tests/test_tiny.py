@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from fluxbatch.tiny import FOLDER
 from fluxbatch.tiny.checkpoint import Checkpoint, load_pieces, save_pieces
 from fluxbatch.tiny.examination import Question, examination, score
 from fluxbatch.tiny.export import pack_model
