@@ -21,7 +21,7 @@ from fluxbatch.bench.batch_sizes import percent_of_best
 from fluxbatch.bench.contestants import Cell, Turn
 from fluxbatch.bench.end_to_end import kernel_gaps
 from fluxbatch.bench.fidelity import psnr_db
-from fluxbatch.bench.jobs import JobRun
+from fluxbatch.bench.jobs import JobRun, shard_size
 from fluxbatch.bench.measure import Limit, parse_size, timed_ms
 from fluxbatch.bench.peers import Seat, _order, compare, seconds_per_image
 from fluxbatch.command import run_command
@@ -207,6 +207,11 @@ def test_the_steady_state_leaves_out_the_batch_that_fills_the_pipeline() -> None
 
 def test_a_batch_size_is_compared_with_the_fastest_one() -> None:
     assert percent_of_best({1: 0.4, 2: 0.25, 4: 0.2}, 2) == 80.0
+
+
+@pytest.mark.parametrize(("batch_size", "num_rows", "rows"), [(4, 72, 8), (16, 384, 48), (16, 32, 16), ("auto", 72, 9)])
+def test_a_measured_jobs_shards_hold_whole_launches(batch_size: int | str, num_rows: int, rows: int) -> None:
+    assert shard_size(PlanConfig(batch_size=batch_size, shard_size=1000), num_rows) == rows
 
 
 def test_fidelity_measures_each_variant_against_the_exact_pictures(answers: dict[str, dict[str, Any]]) -> None:
