@@ -387,7 +387,7 @@ def log_component(name: str, module: nn.Module, *, start_s: float) -> None:
         "%s: %s, %.2f M parameters, %s on %s, %.3f GiB in %.1f s (%.2f GiB/s)",
         name,
         type(module).__name__,
-        sum(p.numel() for p in module.parameters()) / 1e6,
+        sum(t.numel() for t in tensors) / 1e6,
         str(first.dtype).removeprefix("torch."),
         first.device,
         gib,
