@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fluxbatch import config, job
+from fluxbatch import config, job, model_folder
 from fluxbatch.config import JobConfig
 from fluxbatch.errors import EXIT_DISCREPANCY, EXIT_DONE, EXIT_ROW_ERRORS, ConfigError
 from fluxbatch.folder import RunFolder
@@ -26,6 +26,7 @@ def run(cfg: JobConfig) -> Answer:
     from fluxbatch.run import run_job
 
     _require_manifest(cfg)
+    cfg = _settled(cfg)
     counts, code = run_job(cfg)
     folder = RunFolder(config.output_dir(cfg))
     words = [*_count_lines(counts), f"images: {folder.data}"]
@@ -42,6 +43,7 @@ def plan(cfg: JobConfig) -> Answer:
 
     _require_manifest(cfg)
     _warn_of_missing_model(cfg)
+    cfg = _settled(cfg)
     _refuse_other_settings(RunFolder(config.output_dir(cfg)), cfg)
     answer = forecast.forecast(cfg)
     row_errors = answer["rejected"] and cfg.run.fail_on_row_errors
@@ -108,6 +110,13 @@ def bench(arguments: list[str]) -> int:
 
 
 VERBS: dict[str, Verb] = {"run": run, "plan": plan, "status": status, "verify": verify, "report": report}
+
+
+def _settled(cfg: JobConfig) -> JobConfig:
+    """What the model's folder decides filled in, and checked like what a person wrote."""
+    settled = model_folder.settled(cfg)
+    config.check(settled)
+    return settled
 
 
 def _require_manifest(cfg: JobConfig) -> None:
