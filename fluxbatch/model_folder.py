@@ -23,7 +23,8 @@ from fluxbatch.errors import ConfigError, FluxbatchError
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 REQUIRED = object()  # in place of an argument's default
-NEEDED = ("prompt", "height", "width", "num_inference_steps", "generator", "output_type", "callback_on_step_end")
+NEEDED = ("prompt", "height", "width", "num_inference_steps", "generator", "output_type")
+CALLBACKS = ("callback_on_step_end", "callback")  # the new way to be told of each step, and the old one
 OTHER_TASKS = re.compile("Img2Img|Inpaint|Edit|Control|Fill|Redux|Kontext|Upscale|Video|Layered|Prior|Decoder|Audio")
 VOLATILE = ("_diffusers_version", "_name_or_path", "transformers_version")  # of a settings file, not of a model
 
@@ -229,6 +230,7 @@ def _call_of(name: str, place: str) -> dict[str, Any]:
     if arguments is None:
         raise ConfigError(f"model.path={place}: {name} is no pipeline of the diffusers that is installed here")
     lacking = [argument for argument in NEEDED if argument not in arguments]
+    lacking += [] if any(way in arguments for way in CALLBACKS) else [CALLBACKS[0]]
     asks = [argument for argument, default in arguments.items() if default is REQUIRED and argument != "prompt"]
     if OTHER_TASKS.search(name) or lacking or asks or "num_frames" in arguments:
         why = f"its call has no {lacking[0]}" if lacking else f"its call asks for {asks[0]}" if asks else "by its name"

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fluxbatch.config import ModelConfig
 from fluxbatch.errors import ConfigError, FluxbatchError
-from fluxbatch.model_folder import PipelineFacts, describe, find_folder
+from fluxbatch.model_folder import CALLBACKS, PipelineFacts, describe, find_folder
 from fluxbatch.models import Seams, Tokens, loading, memory
 from fluxbatch.models.trust import refuse_code
 from fluxbatch.records import Bucket, Request
@@ -77,7 +77,7 @@ class WholePipeline:
             "%s: %s, %s, %s", cfg.name, facts.name, type(pipeline.scheduler).__name__,
             "rows share a call" if facts.batched else "a call a row",
         )  # fmt: skip
-        length = cfg.max_sequence_length or None
+        length = cfg.max_sequence_length or facts.max_sequence_length
         return cls(pipeline, facts, name=cfg.name, max_sequence_length=length, true_cfg_scale=true_cfg_scale)
 
     def tokenize(self, prompts: Sequence[str]) -> Tokens:
@@ -111,12 +111,13 @@ class WholePipeline:
 
         self._pipeline.vae.decode = decode
         if self._facts.batched:
-            self._pipeline.encode_prompt = _row_by_row(self._encode_prompt, rows)
+            none = inspect.signature(self._pipeline.__call__).parameters["negative_prompt"].default
+            self._pipeline.encode_prompt = _row_by_row(self._encode_prompt, rows, no_negative=none)
         seams.before_step()
         return self._pipeline(
             **self._arguments(rows, bucket),
             generator=[torch.Generator("cpu").manual_seed(row.seed) for row in rows],
-            callback_on_step_end=step_ended,
+            **{CALLBACKS[0] if CALLBACKS[0] in self._facts.arguments else CALLBACKS[1]: step_ended},
             output_type="pt",
             return_dict=False,
         )[0]
@@ -150,22 +151,26 @@ class WholePipeline:
         return arguments
 
 
-def _row_by_row(encode_prompt: Callable[..., Any], rows: Sequence[Request]) -> Callable[..., Any]:
-    """The pipeline's own encoding, a row at a time: neither masks nor kernels of a text encoder see a neighbour."""
+def _row_by_row(
+    encode_prompt: Callable[..., Any], rows: Sequence[Request], *, no_negative: str | None
+) -> Callable[..., Any]:
+    """The pipeline's own encoding, a row at a time: neither masks nor kernels of a text encoder see a neighbour.
+
+    A row without a negative prompt gets what the call has where it is given none, whatever its neighbours have.
+    """
     signature = inspect.signature(encode_prompt)
+
+    def texts(row: Request) -> dict[str, Any]:
+        negative = [row.negative_prompt] if row.negative_prompt else no_negative
+        return {"prompt": [row.prompt], "negative_prompt": negative}
 
     def encode(*arguments: Any, **options: Any) -> Any:
         given = signature.bind(*arguments, **options).arguments
-        encoded = [encode_prompt(**_of_row(given, row)) for row in rows]
+        assert "negative_prompt" in given, "all batched pipelines pass it on"
+        encoded = [encode_prompt(**{**given, **texts(row)}) for row in rows]
         return tuple(_joined(parts) for parts in zip(*encoded, strict=True))
 
     return encode
-
-
-def _of_row(given: dict[str, Any], row: Request) -> dict[str, Any]:
-    """The arguments for one row; where it has no negative prompt, those of a call that is given none."""
-    negative = {"negative_prompt": [row.negative_prompt] if row.negative_prompt else None}
-    return {**given, "prompt": [row.prompt], **(negative if "negative_prompt" in given else {})}
 
 
 def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
