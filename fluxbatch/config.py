@@ -287,7 +287,7 @@ def _is_left_to_pipeline(cfg: JobConfig, key: str, value: Any) -> bool:
         return False
     if key == "model.max_sequence_length":  # its call says itself what it takes
         return _is_int(value, 0, INT32_MAX)
-    return cfg.model.pipeline is None and key in PIPELINES_OWN and value == PIPELINES_OWN[key]
+    return key in PIPELINES_OWN and value == PIPELINES_OWN[key]
 
 
 TEXT_KEYS = (

@@ -25,7 +25,10 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 REQUIRED = object()  # in place of an argument's default
 NEEDED = ("prompt", "height", "width", "num_inference_steps", "generator", "output_type")
 CALLBACKS = ("callback_on_step_end", "callback")  # the new way to be told of each step, and the old one
-OTHER_TASKS = re.compile("Img2Img|Inpaint|Edit|Control|Fill|Redux|Kontext|Upscale|Video|Layered|Prior|Decoder|Audio")
+OTHER_TASKS = re.compile(
+    "Img2Img|Inpaint|Edit|Control|Fill|Redux|Kontext|Upscale|Refiner|SuperResolution|Adapter|Pix2Pix|GLIGEN|Video|Audio|"
+    "Layered|LDM3D|Prior|Decoder|Onnx"
+)
 VOLATILE = ("_diffusers_version", "_name_or_path", "transformers_version")  # of a settings file, not of a model
 
 # Shown by tests/test_whole.py to draw a row the same, whoever shares its launch: their text encoders pad to a fixed
@@ -233,8 +236,10 @@ def _call_of(name: str, place: str) -> dict[str, Any]:
     lacking += [] if any(way in arguments for way in CALLBACKS) else [CALLBACKS[0]]
     asks = [argument for argument, default in arguments.items() if default is REQUIRED and argument != "prompt"]
     if OTHER_TASKS.search(name) or lacking or asks or "num_frames" in arguments:
-        why = f"its call has no {lacking[0]}" if lacking else f"its call asks for {asks[0]}" if asks else "by its name"
-        raise ConfigError(f"model.path={place}: {name} must be a pipeline from text to images, {why} it is none")
+        why = "by its name it does something else"
+        why = f"its call asks for {asks[0]}" if asks else why
+        why = f"its call has no {lacking[0]}" if lacking else why
+        raise ConfigError(f"model.path={place}: {name} must be a pipeline from text to images: {why}")
     return arguments
 
 
