@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "fluxbatch"
 RANKS = [
     {"errors", "records", "folder", "process", "tiny"},
     {"commit", "config", "user_cache"},
-    {"compose", "ranks", "stop", "lease", "job", "plan", "rates"},
+    {"compose", "ranks", "stop", "lease", "job", "plan", "rates", "model_folder"},
     {"rows", "estimate", "batch_size", "row_spool"},
     {"manifest", "planfile"},
     {"row_keys"},

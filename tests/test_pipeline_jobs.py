@@ -20,7 +20,7 @@ from test_run import data_files, ids_written, manifest, sound
 from test_whole import by_hand, row
 from tiny_pipelines import BATCHED, save
 
-FAMILIES = ("sdxl", "sd3", "sana", "pixart", "qwen_image", "z_image")
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("sdxl", "sana", "pixart", "qwen_image")]
 ROWS: list[dict[str, Any]] = [
     {"id": "red", "prompt": "a red circle", "seed": 11, "guidance_scale": 4.0},
     {"id": "blue", "prompt": "two blue squares on a yellow background", "seed": 12, "negative_prompt": "at night"},
@@ -77,7 +77,7 @@ def stored(folder: Path) -> dict[str, np.ndarray]:
     }
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["sd3", "z_image", *SLOW])
 def test_a_job_that_is_killed_and_resumed_has_the_bytes_of_one_that_was_not(
     name: str, tmp_path: Path, command: Callable[..., Done], pipelines: Callable[[str], Path], faults: Faults
 ) -> None:
@@ -88,8 +88,9 @@ def test_a_job_that_is_killed_and_resumed_has_the_bytes_of_one_that_was_not(
     sizes = ["plan.batch_size=2"] if name in BATCHED else []
     whole = command(settings(tmp_path, pipelines(name), *sizes, out="whole"))
     assert whole.returncode == 0, whole.stderr
-    killed = command(settings(tmp_path, pipelines(name), *sizes), KILL_AT="batch:2")
+    killed = command(settings(tmp_path, pipelines(name), *sizes), KILL_AT="publish:4")
     assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert any((tmp_path / "run" / "batches").glob("batch-*")), "it was killed between two batches"
     faults.kill()
     again = command(settings(tmp_path, pipelines(name), *sizes, "pipeline=serial"))
     assert again.returncode == 0, again.stderr
@@ -137,31 +138,3 @@ def test_a_run_is_not_resumed_with_another_scheduler(
     done = command(settings(tmp_path, folder))
     assert done.returncode == 2 and "model.pipeline must be 'StableDiffusion3Pipeline" in done.stderr
     assert "the settings here are of" in command([f"output.dir={tmp_path}/run", "id=a"], "render").stderr
-
-
-@pytest.mark.parametrize(
-    ("break_it", "sentence"),
-    [
-        (lambda folder: (folder / "vae" / "diffusion_pytorch_model.safetensors").unlink(), "vae has no weights"),
-        (lambda folder: (folder / "vae" / "diffusion_pytorch_model.safetensors").write_bytes(b"x"), "cannot be loaded"),
-        (lambda folder: _edit(folder / "model_index.json", vae=["my_code", "Vae"]), "vae comes from 'my_code'"),
-        (lambda folder: _edit(folder / "vae" / "config.json", auto_map={"x": "y"}), "vae/config.json has an auto_map"),
-        (lambda folder: _edit(folder / "model_index.json", vae=["diffusers", "No"]), "diffusers has no No here"),
-    ],
-)
-def test_a_folder_that_cannot_be_trusted_or_lacks_weights_is_refused(
-    break_it: Callable[[Path], None],
-    sentence: str,
-    tmp_path: Path,
-    command: Callable[..., Done],
-    pipelines: Callable[[str], Path],
-) -> None:
-    manifest(tmp_path / "m.parquet", [{"id": "a", "prompt": "a red circle"}])
-    folder = save("pixart", tmp_path / "own")
-    break_it(folder)
-    done = command(settings(tmp_path, folder))
-    assert done.returncode in (1, 2) and sentence in done.stderr and "Traceback" not in done.stderr
-
-
-def _edit(path: Path, **changes: Any) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))

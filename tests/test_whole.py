@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
+import shutil
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +20,9 @@ from tiny_pipelines import BATCHED, BUILD, save
 from torch import Tensor
 
 from fluxbatch.config import ModelConfig, OutputConfig, PipelineConfig
+from fluxbatch.errors import FluxbatchError
 from fluxbatch.model_folder import describe
-from fluxbatch.models import WholeModel
+from fluxbatch.models import WholeModel, check_model
 from fluxbatch.models.whole import WholePipeline
 from fluxbatch.pipeline.loop import run_pipeline
 from fluxbatch.pipeline.ring import Stopped
@@ -67,6 +71,7 @@ def one_thread() -> Any:
     torch.set_num_threads(before)
 
 
+@cache
 def load(folder: Path) -> WholePipeline:
     return WholePipeline.load(config(folder), true_cfg_scale=2.0)
 
@@ -90,10 +95,16 @@ def pixels(image: bytes | None) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(image)))
 
 
-def by_hand(folder: Path, request: Request) -> np.ndarray:
-    """What a person gets who calls the pipeline for this row alone."""
+@cache
+def loaded_by_hand(folder: Path) -> DiffusionPipeline:
     pipeline = DiffusionPipeline.from_pretrained(folder)
     pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def by_hand(folder: Path, request: Request) -> np.ndarray:
+    """What a person gets who calls the pipeline for this row alone."""
+    pipeline = loaded_by_hand(folder)
     facts = describe(config(folder))
     options: dict[str, Any] = {str(facts.guidance_key): request.guidance_scale}
     if request.negative_prompt or facts.guidance_key == "true_cfg_scale":
@@ -262,11 +273,14 @@ class Ends(NoSeams):
 
 
 @pytest.mark.parametrize("name", ["sd3", "pixart"])
-def test_a_call_ends_between_two_steps(name: str, folder: Callable[[str], Path]) -> None:
+def test_a_call_ends_between_two_steps(
+    name: str, folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By either kind of callback: pixart's pipeline has the old one."""
     model, taken = load(folder(name)), []
     step = model._pipeline.scheduler.step
-    model._pipeline.scheduler.step = lambda *arguments, **options: taken.append(1) or step(*arguments, **options)
+    counted = lambda *arguments, **options: taken.append(1) or step(*arguments, **options)  # noqa: E731
+    monkeypatch.setattr(model._pipeline.scheduler, "step", counted)
     bucket = Bucket(SIDE, SIDE, 20, negative_pass=True, guidance_scale=GUIDANCE)
     with pytest.raises(Stopped):
         model.draw(ROWS[:1], bucket=bucket, seams=Ends())
@@ -281,3 +295,32 @@ def test_the_stages_of_a_call_are_timed_apart(sd3: WholePipeline) -> None:
 def test_the_settings_in_the_file_name_the_pipelines_own_sampler(folder: Callable[[str], Path]) -> None:
     [image] = images(run(load(folder("sd15")), ROWS[:1], size=1))
     assert image is not None and b"Sampler: EulerAncestralDiscrete" in image
+
+
+# --- what is refused before, or while, weights are read ---------------------------------------------------------------
+
+
+def _edit(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    ("break_it", "sentence"),
+    [
+        (lambda folder: (folder / "vae" / "diffusion_pytorch_model.safetensors").unlink(), "vae has no weights"),
+        (lambda folder: (folder / "vae" / "diffusion_pytorch_model.safetensors").write_bytes(b"x"), "cannot be loaded"),
+        (lambda folder: _edit(folder / "model_index.json", vae=["my_code", "Vae"]), "vae comes from 'my_code'"),
+        (lambda folder: _edit(folder / "vae" / "config.json", auto_map={"x": "y"}), "vae/config.json has an auto_map"),
+        (lambda folder: _edit(folder / "model_index.json", vae=["diffusers", "No"]), "diffusers has no No here"),
+        (lambda folder: _edit(folder / "transformer" / "config.json", num_layers=3), "transformer lacks"),
+    ],
+)
+def test_a_folder_that_cannot_be_trusted_or_lacks_weights_is_refused(
+    break_it: Callable[[Path], None], sentence: str, folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    own = shutil.copytree(folder("pixart"), tmp_path / "own")
+    break_it(own)
+    with pytest.raises(FluxbatchError) as refused:
+        check_model(config(own))
+        load(own)
+    assert sentence in str(refused.value) and "\n" not in str(refused.value)
