@@ -19,6 +19,7 @@ from typing import Any, Self
 import diffusers
 import torch
 import transformers
+from diffusers.models.autoencoders.vae import DecoderOutput
 from torch import Tensor, nn
 
 from fluxbatch.config import ModelConfig
@@ -55,7 +56,7 @@ class WholePipeline:
         self._max_sequence_length = max_sequence_length
         self._true_cfg_scale = true_cfg_scale
         self._decode = pipeline.vae.decode
-        self._encode_prompt = pipeline.encode_prompt
+        self._encode_prompt = pipeline.encode_prompt if facts.batched else None
         # The launch thread's tokenizer cannot be called here too: one that is busy raises "Already borrowed".
         self._tokenizer = copy.deepcopy(_longest_tokenizer(pipeline))
         pipeline.set_progress_bar_config(disable=True)
@@ -102,14 +103,7 @@ class WholePipeline:
             seams.before_step()
             return {}
 
-        def decode(latents: Tensor, *arguments: Any, return_dict: bool = True, **options: Any) -> Any:
-            def launch(part: Tensor) -> Tensor:
-                return self._decode(part.to(self.vae_dtype), *arguments, **options, return_dict=False)[0]
-
-            image = seams.decode(launch, latents)
-            return diffusers.models.autoencoders.vae.DecoderOutput(sample=image) if return_dict else (image,)
-
-        self._pipeline.vae.decode = decode
+        self._pipeline.vae.decode = self._seen_by(seams)
         if self._facts.batched:
             none = inspect.signature(self._pipeline.__call__).parameters["negative_prompt"].default
             self._pipeline.encode_prompt = _row_by_row(self._encode_prompt, rows, no_negative=none)
@@ -121,6 +115,18 @@ class WholePipeline:
             output_type="pt",
             return_dict=False,
         )[0]
+
+    def _seen_by(self, seams: Seams) -> Callable[..., Any]:
+        """The VAE's decoder as the pipeline calls it, through the seams."""
+
+        def decode(latents: Tensor, *arguments: Any, return_dict: bool = True, **options: Any) -> Any:
+            def launch(part: Tensor) -> Tensor:
+                return self._decode(part.to(self.vae_dtype), *arguments, **options, return_dict=False)[0]
+
+            image = seams.decode(launch, latents)
+            return DecoderOutput(sample=image) if return_dict else (image,)
+
+        return decode
 
     def _arguments(self, rows: Sequence[Request], bucket: Bucket) -> dict[str, Any]:
         facts = self._facts
