@@ -56,7 +56,7 @@ class WholePipeline:
         self._max_sequence_length = max_sequence_length
         self._true_cfg_scale = true_cfg_scale
         self._decode = pipeline.vae.decode
-        self._encode_prompt = pipeline.encode_prompt if facts.batched else None
+        self._encode_prompt: Any = pipeline.encode_prompt if facts.batched else None
         # The launch thread's tokenizer cannot be called here too: one that is busy raises "Already borrowed".
         self._tokenizer = copy.deepcopy(_longest_tokenizer(pipeline))
         pipeline.set_progress_bar_config(disable=True)
