@@ -72,14 +72,14 @@ def run_pipeline(
     watch = Watch()
     prefetch = Prefetcher(model, inputs, window=pipeline.encode_window, draining=draining, watch=watch)
     launch = Launcher(model, prefetch, inputs, outputs, pipeline=pipeline, model_cfg=model_cfg)
-    sampler = model.sampler if isinstance(model, WholeModel) else compress.SAMPLER
+    words = {"sampler": model.sampler} if isinstance(model, WholeModel) else compress.NO_WORDS
     if pipeline.mode == "serial":
         watchdog = Watchdog(watch, timeout_s=stage_timeout_s, on_hang=None)
         staged = prefetch.staged(batches)
-        return _explained(_serial(staged, launch, outputs, output=output, sampler=sampler, watchdog=watchdog))
+        return _explained(_serial(staged, launch, outputs, output=output, words=words, watchdog=watchdog))
     stages = _Stages(prefetch.staged(batches), launch, inputs, outputs, draining, watch, stage_timeout_s)
     workers = pipeline.compress_workers or usable_cores()
-    return _explained(_double_buffered(stages, output=output, sampler=sampler, depth=depth, workers=workers))
+    return _explained(_double_buffered(stages, output=output, words=words, depth=depth, workers=workers))
 
 
 def _explained(finished: Generator[CompressedBatch]) -> Generator[CompressedBatch]:
@@ -102,16 +102,14 @@ def _serial(
     outputs: Ring,
     *,
     output: OutputConfig,
-    sampler: str,
+    words: compress.Words,
     watchdog: Watchdog,
 ) -> Generator[CompressedBatch]:
     with watchdog:
         for batch in staged:
             host = transfer.receive(launch(batch))
             with host.times.located("compress"):
-                rows = [
-                    compress.compress_row(host, row, output, sampler=sampler) for row in range(len(host.batch.requests))
-                ]
+                rows = [compress.compress_row(host, row, output, words) for row in range(len(host.batch.requests))]
             outputs.release(host.slot)
             yield _finished(host, rows)
 
@@ -128,7 +126,7 @@ class _Stages:
 
 
 def _double_buffered(
-    stages: _Stages, *, output: OutputConfig, sampler: str, depth: int, workers: int
+    stages: _Stages, *, output: OutputConfig, words: compress.Words, depth: int, workers: int
 ) -> Generator[CompressedBatch]:
     staged: Channel[StagedBatch] = Channel(depth)
     launched: Channel[LaunchedBatch] = Channel(depth)
@@ -143,7 +141,7 @@ def _double_buffered(
     def submissions() -> Iterator[compress.CompressingBatch]:
         for host in map(transfer.receive, waited(launched, "launch->transfer")):
             release = partial(stages.outputs.release, host.slot)
-            yield compress.submit(pool, host, output, release=release, sampler=sampler)
+            yield compress.submit(pool, host, output, release=release, words=words)
 
     with Watchdog(stages.watch, timeout_s=stages.stage_timeout_s, on_hang=crew.fail) as watchdog:
         try:
