@@ -19,8 +19,8 @@ OUTPUTS = ("parquet", "webdataset", "folder")
 IMAGE_FORMATS = ("png", "jpeg", "webp")
 MAX_SIDE = {"png": 2**31 - 1, "jpeg": 65_500, "webp": 16_383}  # what libjpeg and libwebp refuse beyond
 LOGGERS = ("tensorboard", "wandb", "mlflow")
-FAMILIES = ("flux1", "flux2")
-GUIDANCE = ("embedded", "classifier_free", "none")
+FAMILIES = ("flux1", "flux2", "diffusers")
+GUIDANCE = ("embedded", "classifier_free", "none", "refused")
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "fp8", "int8", "fp8_weight_only", "int8_weight_only", "nvfp4")
 INT32_MAX = 2**31 - 1  # more of anything is a slip of the finger
@@ -63,7 +63,8 @@ class ModelConfig:
     """Which model and how it is loaded: conf/model/."""
 
     name: str = MISSING
-    family: str = MISSING  # flux1 or flux2
+    family: str = MISSING  # flux1, flux2, or diffusers: any other pipeline of its
+    pipeline: str | None = None  # of family diffusers: its class and a digest of its settings, read from its folder
     path: str | None = None  # a local folder in diffusers' layout, a hub id, or one file with a transformer
     base: str | None = None  # beside such a file: the folder or hub id of all other components
     revision: str | None = None
@@ -78,7 +79,7 @@ class ModelConfig:
     quantization: str = "none"  # of the blocks' matrices: fp8, int8, fp8_weight_only, int8_weight_only, nvfp4
     compile: str = "off"  # or regional, of diffusers' modules
     compile_cache: str | None = None  # a folder for compiled kernels; None: the user's cache, or node-local
-    guidance: str = MISSING  # embedded, classifier_free or none
+    guidance: str = MISSING  # embedded, classifier_free, none, or refused
     negative_prompts: bool = MISSING
     max_sequence_length: int = 512
     residency: str = "auto"  # resident, windowed (text encoder layers on the host), or auto: what fits
@@ -308,12 +309,28 @@ def check(cfg: JobConfig) -> None:
     """Refuse an impossible value with its dotted key, the rule and the value. Past this door, settings are trusted."""
     for key, holds, rule in RULES:
         value = setting(cfg, key)
-        if not holds(value):
+        if not holds(value) and not _is_left_to_pipeline(cfg, key, value):
             raise ConfigError(f"{key} {rule}, got {value!r}")
     _check_text(cfg)
     _check_sizes(cfg)
     _check_loras(cfg.model)
     _check_ranks(cfg.run)
+
+
+PIPELINES_OWN = {  # what stands in conf/model/diffusers.yaml until model_folder.py has filled it in
+    "sampler.height": 0,
+    "sampler.width": 0,
+    "sampler.num_inference_steps": 0,
+    "sampler.guidance_scale": -1.0,
+}
+
+
+def _is_left_to_pipeline(cfg: JobConfig, key: str, value: Any) -> bool:
+    if cfg.model.family != "diffusers":
+        return False
+    if key == "model.max_sequence_length":  # its call says itself what it takes
+        return _is_int(value, 0, INT32_MAX)
+    return key in PIPELINES_OWN and value == PIPELINES_OWN[key]
 
 
 TEXT_KEYS = (
@@ -328,6 +345,8 @@ def _check_text(cfg: JobConfig) -> None:
 
 
 def _check_sizes(cfg: JobConfig) -> None:
+    if cfg.model.family == "diffusers" and cfg.model.pipeline is None:
+        return  # its folder has not been read yet
     multiple = cfg.model.size_multiple
     for key in ("sampler.height", "sampler.width"):
         value = setting(cfg, key)
@@ -386,6 +405,7 @@ def row_rules(cfg: JobConfig) -> RowRules:
         allow_blank_prompts=cfg.manifest.allow_blank_prompts,
         guidance=cfg.model.guidance,
         negative_prompts=cfg.model.negative_prompts,
+        shared_guidance=cfg.model.family == "diffusers" and cfg.model.guidance != "refused",
     )
 
 
@@ -395,7 +415,7 @@ def step_cache(sampler: SamplerConfig) -> StepCache:
 
 
 OUTPUT_AFFECTING = (
-    "model.name", "model.path", "model.base", "model.revision", "model.random_weights", "model.dtype",
+    "model.name", "model.pipeline", "model.path", "model.base", "model.revision", "model.random_weights", "model.dtype",
     "model.text_encoder_dtype", "model.vae_dtype", "model.kernels", "model.quantization", "model.cpu_threads",
     "model.compile", "model.guidance", "model.max_sequence_length", "model.encode_batch_size",
     "sampler.true_cfg_scale", "sampler.step_cache", "sampler.step_cache_order", "output.kind",
@@ -404,8 +424,8 @@ OUTPUT_AFFECTING = (
 
 
 SPEED_AFFECTING = (  # what decides how long a launch takes, beside its shape and the machine
-    "model.name", "model.dtype", "model.vae_dtype", "model.kernels", "model.quantization", "model.compile",
-    "model.max_sequence_length", "model.decode_max_pixels", "sampler.step_cache",
+    "model.name", "model.pipeline", "model.dtype", "model.vae_dtype", "model.kernels", "model.quantization",
+    "model.compile", "model.max_sequence_length", "model.decode_max_pixels", "sampler.step_cache",
 )  # fmt: skip
 
 

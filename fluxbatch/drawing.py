@@ -26,7 +26,7 @@ from fluxbatch.share import Share
 from fluxbatch.stop import Stop
 
 if TYPE_CHECKING:
-    from fluxbatch.models import Model
+    from fluxbatch.models import AnyModel
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ FAILURES_JUDGED_FROM = 50  # rows; before that a share of failed rows says littl
 class Drawing:
     """Draws for one share; `draw` may be called again and again, on one model and one bar."""
 
-    def __init__(self, share: Share, load: Callable[[], Model], stop: Stop) -> None:
+    def __init__(self, share: Share, load: Callable[[], AnyModel], stop: Stop) -> None:
         self._share, self._load, self._stop = share, load, stop
         self._budget = FailureBudget(share.cfg.run.max_failed_fraction)
         self._peaks = PeakMemory()
@@ -81,7 +81,7 @@ class Drawing:
                 tellers.tell(done)
                 self._budget.spend(done)
 
-    def _tell_of(self, work: list[ShardPlan], model: Model) -> _Tellers:
+    def _tell_of(self, work: list[ShardPlan], model: AnyModel) -> _Tellers:
         """Ready to tell of these shards; everything is opened the first time."""
         if self._tellers is None:
             self._tellers = _Tellers(self._share, work, model, self._exit)
@@ -93,7 +93,7 @@ class Drawing:
 class _Tellers:
     """All who are told of a finished batch."""
 
-    def __init__(self, share: Share, work: list[ShardPlan], model: Model, exit_stack: ExitStack) -> None:
+    def __init__(self, share: Share, work: list[ShardPlan], model: AnyModel, exit_stack: ExitStack) -> None:
         self._share = share
         before = ledger.row_counts(share.folder, share.plan, share.ledger)
         done = before.written + before.failed
@@ -169,17 +169,17 @@ class FailureBudget:
             )
 
 
-def _device_uuid(model: Model) -> str | None:
+def _device_uuid(model: AnyModel) -> str | None:
     found = _device(model)
     return str(found.uuid) if found else None
 
 
-def _device_name(model: Model) -> str | None:
+def _device_name(model: AnyModel) -> str | None:
     found = _device(model)
     return str(found.name) if found else None
 
 
-def _device(model: Model) -> Any:
+def _device(model: AnyModel) -> Any:
     """What torch says of the model's GPU; None on a CPU."""
     if model.device.type != "cuda":
         return None

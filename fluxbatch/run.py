@@ -32,12 +32,12 @@ from fluxbatch.share import Share
 from fluxbatch.stop import Stop, seconds_left
 
 if TYPE_CHECKING:
-    from fluxbatch.models import Model
+    from fluxbatch.models import AnyModel
     from fluxbatch.pipeline.measure import LaunchMeter
 
 log = logging.getLogger(__name__)
 
-LoadModel = Callable[[JobConfig, Rank], "Model"]
+LoadModel = Callable[[JobConfig, Rank], "AnyModel"]
 
 
 def run_job(cfg: JobConfig, *, load: LoadModel | None = None) -> tuple[RowCounts, int]:
@@ -116,7 +116,7 @@ def draw(cfg: JobConfig, batch: Batch) -> CompressedBatch:
     return done
 
 
-def _load_model(cfg: JobConfig, rank: Rank) -> Model:
+def _load_model(cfg: JobConfig, rank: Rank) -> AnyModel:
     from fluxbatch.models import load_model
 
     return load_model(
@@ -133,7 +133,7 @@ def _device(wanted: str, rank: Rank) -> str:
     return wanted
 
 
-def _size_of(cfg: JobConfig, rank: Rank, model: Callable[[], Model], stop: Stop) -> SizeOf:
+def _size_of(cfg: JobConfig, rank: Rank, model: Callable[[], AnyModel], stop: Stop) -> SizeOf:
     """Batch sizes for rows that are new: measured on a GPU, by rule elsewhere. Nothing is loaded until it is asked."""
 
     @functools.cache
@@ -143,9 +143,12 @@ def _size_of(cfg: JobConfig, rank: Rank, model: Callable[[], Model], stop: Stop)
 
     @functools.cache
     def meter() -> LaunchMeter:
+        from fluxbatch.models import WholeModel
         from fluxbatch.pipeline.measure import LaunchMeter
 
-        return LaunchMeter(model(), model_cfg=cfg.model, pipeline=cfg.pipeline, check=stop.check)
+        loaded = model()
+        assert not isinstance(loaded, WholeModel), "_machine answers none for it"
+        return LaunchMeter(loaded, model_cfg=cfg.model, pipeline=cfg.pipeline, check=stop.check)
 
     def measure(bucket: Bucket, size: int) -> LaunchCost | None:
         return meter()(bucket, size)
@@ -158,7 +161,9 @@ def _size_of(cfg: JobConfig, rank: Rank, model: Callable[[], Model], stop: Stop)
 
 
 def _machine(cfg: JobConfig, rank: Rank) -> Machine | None:
-    """The GPU that this rank will use; None where there is none."""
+    """The GPU that this rank will use; None where there is none, or nothing that can be measured on it."""
+    if cfg.model.family == "diffusers":  # a call cannot be timed stage by stage
+        return None
     device = _device(cfg.model.device, rank)
     if not device.startswith("cuda"):
         return None

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fluxbatch import config, job
+from fluxbatch import config, job, model_folder
 from fluxbatch.config import JobConfig
 from fluxbatch.errors import EXIT_DISCREPANCY, EXIT_DONE, EXIT_ROW_ERRORS, ConfigError
 from fluxbatch.folder import RunFolder
@@ -25,6 +25,7 @@ Verb = Callable[[JobConfig], Answer]
 def run(cfg: JobConfig) -> Answer:
     """Do the job, or go on with it."""
     _require_manifest(cfg)
+    cfg = _settled(cfg)
     counts, code = _run_here(cfg) if cfg.run.devices is None else _run_on_devices(cfg)
     folder = RunFolder(config.output_dir(cfg))
     words = [*_count_lines(counts), f"images: {folder.data}"]
@@ -54,6 +55,7 @@ def plan(cfg: JobConfig) -> Answer:
     _require_manifest(cfg)
     _warn_of_missing_model(cfg)
     lora_paths(cfg.model)
+    cfg = _settled(cfg)
     _refuse_other_settings(RunFolder(config.output_dir(cfg)), cfg)
     answer = forecast.forecast(cfg)
     row_errors = answer["rejected"] and cfg.run.fail_on_row_errors
@@ -120,6 +122,13 @@ def bench(arguments: list[str]) -> int:
 
 
 VERBS: dict[str, Verb] = {"run": run, "plan": plan, "status": status, "verify": verify, "report": report}
+
+
+def _settled(cfg: JobConfig) -> JobConfig:
+    """What the model's folder decides filled in, and checked like what a person wrote."""
+    settled = model_folder.settled(cfg)
+    config.check(settled)
+    return settled
 
 
 def _require_manifest(cfg: JobConfig) -> None:

@@ -14,7 +14,7 @@ RANKS = [
     {"errors", "records", "folder", "process", "step_cache", "tiny"},
     {"commit", "config", "user_cache", "devices"},
     {"lora_files"},
-    {"compose", "ranks", "stop", "lease", "job", "plan", "rates"},
+    {"compose", "ranks", "stop", "lease", "job", "plan", "rates", "model_folder"},
     {"rows", "estimate", "batch_size", "row_spool", "deal"},
     {"manifest", "planfile"},
     {"row_keys"},

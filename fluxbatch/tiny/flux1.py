@@ -32,7 +32,7 @@ class Flux1(nn.Module):
     text_tokens = TEXT_TOKENS
     guided = True
 
-    def __init__(self, transformer: FluxTransformer2DModel, clip: CLIPTextModel, t5: T5EncoderModel) -> None:
+    def __init__(self, transformer: Any, clip: CLIPTextModel, t5: T5EncoderModel) -> None:
         super().__init__()
         self.transformer, self.clip, self.t5 = transformer, clip, t5
 

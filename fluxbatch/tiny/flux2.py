@@ -82,7 +82,7 @@ class Flux2(nn.Module):
     text_tokens = TEXT_TOKENS
     guided = False
 
-    def __init__(self, transformer: Flux2Transformer2DModel, qwen3: Qwen3ForCausalLM) -> None:
+    def __init__(self, transformer: Any, qwen3: Qwen3ForCausalLM) -> None:
         super().__init__()
         self.transformer, self.qwen3 = transformer, qwen3
         for unread in (*qwen3.model.layers[READ_LAYERS[-1] :], qwen3.model.norm):
@@ -96,7 +96,8 @@ class Flux2(nn.Module):
         vae = AutoencoderKLFlux2(**VAE)
         parts = {"transformer": Flux2Transformer2DModel(**TRANSFORMER), "text_encoder": _qwen3(tokenizer), "vae": vae}
         scheduler = FlowMatchEulerDiscreteScheduler(**SCHEDULER)
-        Flux2KleinPipeline(scheduler=scheduler, tokenizer=tokenizer, is_distilled=True, **parts).save_pretrained(folder)
+        pipeline: Any = Flux2KleinPipeline(scheduler=scheduler, tokenizer=tokenizer, is_distilled=True, **parts)
+        pipeline.save_pretrained(folder)
         return folder
 
     @classmethod
@@ -229,9 +230,8 @@ def learned_tokenizer(num_captions: int = 20_000) -> Qwen2Tokenizer:
         trainers.BpeTrainer(vocab_size=VOCABULARY, initial_alphabet=alphabet, show_progress=False),
     )
     table = json.loads(learner.to_str())["model"]
-    tokenizer = Qwen2Tokenizer(
-        vocab=table["vocab"], merges=[tuple(pair) for pair in table["merges"]], model_max_length=512
-    )
+    merges: Any = [tuple(pair) for pair in table["merges"]]  # pairs of pieces; declared as strings
+    tokenizer = Qwen2Tokenizer(vocab=table["vocab"], merges=merges, model_max_length=512)
     tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL)})
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
