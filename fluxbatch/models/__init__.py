@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fluxbatch.config import ModelConfig
 from fluxbatch.models import compile_cache, loading, memory, tuning
+from fluxbatch.models.aot.parts import Part
 from fluxbatch.models.checkpoints import convert
 from fluxbatch.records import Bucket
 
@@ -73,6 +74,9 @@ class Model(Protocol):
     def flow(self, *, embeds: PromptEmbeds, guidance: Tensor, bucket: Bucket) -> Flow:
         """The velocity of one launch: what does not change between its steps is made here. `guidance` float32 (B,)."""
 
+    def blank_embeds(self, size: int) -> PromptEmbeds:
+        """Zeros in the form of so many prompts' embeddings."""
+
     def cfg_scale(self, guidance: Tensor) -> Tensor:
         """The weight (B,) of the positive pass where the bucket has a negative one."""
 
@@ -91,6 +95,17 @@ def check_model(cfg: ModelConfig) -> None:
     folder, file = loading.model_folder(cfg), loading.checkpoint_file(cfg)
     if file is not None:
         convert.fit(file, cfg=cfg, folder=folder)
+
+
+def blueprint(cfg: ModelConfig) -> tuple[Model, list[Part]]:
+    """A model without weights, for the shapes of what its launches call, and its parts that can be packages.
+
+    One block of each kind stands for all of them; it cannot encode.
+    """
+    from fluxbatch.models.flux1 import Flux1
+    from fluxbatch.models.flux2 import Flux2
+
+    return Flux1.blueprint(cfg) if cfg.family == "flux1" else Flux2.blueprint(cfg)
 
 
 def load_model(cfg: ModelConfig, *, true_cfg_scale: float) -> Model:
