@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from fluxbatch import commit, config, forecast, job, ledger, preflight, ranks, report, shards
 from fluxbatch.batch_size import Machine, MeasuredSizes
-from fluxbatch.config import JobConfig, RunConfig
+from fluxbatch.config import JobConfig, ModelConfig, RunConfig
 from fluxbatch.errors import EXIT_DONE, EXIT_ROW_ERRORS, ConfigError, FluxbatchError
 from fluxbatch.folder import RunFolder
 from fluxbatch.lease import Lease
@@ -37,6 +37,7 @@ from fluxbatch.stop import Stop, seconds_left
 
 if TYPE_CHECKING:
     from fluxbatch.models import Model
+    from fluxbatch.pipeline.ahead import Launch, Prepared
     from fluxbatch.pipeline.measure import LaunchMeter
 
 log = logging.getLogger(__name__)
@@ -103,6 +104,7 @@ def _render(share: Share, work: list[ShardPlan], loaded: Callable[[], Model], *,
 
     cfg = share.cfg
     before = ledger.row_counts(share.folder, share.plan, share.ledger)
+    _settle_packages(cfg, share.rank, {(batch.bucket, batch.size) for batch in share.missing_batches(work)})
     model = loaded()
     stop.check()
     budget = FailureBudget(cfg.run.max_failed_fraction)
@@ -200,17 +202,37 @@ def draw(cfg: JobConfig, batch: Batch) -> CompressedBatch:
     from fluxbatch.pipeline.loop import run_pipeline
 
     _check_model(cfg)
-    model = _load_model(cfg, ranks.resolve(RunConfig(rank=0, world_size=1), {}))
+    alone = ranks.resolve(RunConfig(rank=0, world_size=1), {})
+    _settle_packages(cfg, alone, {(batch.plan.bucket, batch.plan.size)})
+    model = _load_model(cfg, alone)
     [done] = run_pipeline([batch], model, pipeline=cfg.pipeline, model_cfg=cfg.model, output=cfg.output)
     return done
+
+
+def prepare_launches(cfg: JobConfig) -> Prepared:
+    """Compile what a run of this job would launch, as far as nobody has (`model.compile=aot`). Draws nothing."""
+    from fluxbatch.pipeline import ahead
+
+    _check_model(cfg)
+    return ahead.prepare(cfg.model, forecast.launches(cfg))
+
+
+def _settle_packages(cfg: JobConfig, rank: Rank, launches: set[Launch]) -> None:
+    """Refuse, before a weight is read, what would be drawn without its packages, or make them."""
+    if cfg.model.compile == "aot":
+        from fluxbatch.pipeline import ahead
+
+        ahead.settle(_model_config(cfg, rank), launches)
 
 
 def _load_model(cfg: JobConfig, rank: Rank) -> Model:
     from fluxbatch.models import load_model
 
-    return load_model(
-        replace(cfg.model, device=_device(cfg.model.device, rank)), true_cfg_scale=cfg.sampler.true_cfg_scale
-    )
+    return load_model(_model_config(cfg, rank), true_cfg_scale=cfg.sampler.true_cfg_scale)
+
+
+def _model_config(cfg: JobConfig, rank: Rank) -> ModelConfig:
+    return replace(cfg.model, device=_device(cfg.model.device, rank))
 
 
 def _device(wanted: str, rank: Rank) -> str:
@@ -227,7 +249,9 @@ def _size_of(cfg: JobConfig, rank: Rank, model: Callable[[], Model], stop: Stop)
 
     @functools.cache
     def measured() -> MeasuredSizes | None:
-        machine = _machine(cfg, rank) if cfg.plan.batch_size == "auto" else None
+        # Packages fit one size: trying several would take one of each before the first is drawn.
+        measures = cfg.plan.batch_size == "auto" and cfg.model.compile != "aot"
+        machine = _machine(cfg, rank) if measures else None
         return MeasuredSizes(cfg, machine, measure) if machine else None
 
     @functools.cache

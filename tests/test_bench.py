@@ -39,6 +39,7 @@ CASES: dict[str, list[str]] = {
     "host": ["--rows", "40", "--size", "64x64"],
     "pipelines": [*SMALL, "--rows", "3", "--sizes", "64x64"],
     "plan_scale": ["--rows", "2000"],
+    "startup": ["model=tiny", "--steps", "1", "--size", "64x64", "--cells", "eager"],
 }
 
 

@@ -74,14 +74,18 @@ class Model(Protocol):
     def flow(self, *, embeds: PromptEmbeds, guidance: Tensor, bucket: Bucket) -> Flow:
         """The velocity of one launch: what does not change between its steps is made here. `guidance` float32 (B,)."""
 
-    def blank_embeds(self, size: int) -> PromptEmbeds:
-        """Zeros in the form of so many prompts' embeddings."""
-
     def cfg_scale(self, guidance: Tensor) -> Tensor:
         """The weight (B,) of the positive pass where the bucket has a negative one."""
 
     def decode(self, latents: Tensor, *, bucket: Bucket) -> Tensor:
         """(B, L, C) to pixels (B, 3, H, W), nominally in [-1, 1], in the VAE's dtype."""
+
+
+class Blueprint(Model, Protocol):
+    """A model without weights: everything has its shape. It cannot encode."""
+
+    def blank_embeds(self, size: int) -> PromptEmbeds:
+        """Zeros in the form of so many prompts' embeddings."""
 
 
 def check_model(cfg: ModelConfig) -> None:
@@ -97,11 +101,8 @@ def check_model(cfg: ModelConfig) -> None:
         convert.fit(file, cfg=cfg, folder=folder)
 
 
-def blueprint(cfg: ModelConfig) -> tuple[Model, list[Part]]:
-    """A model without weights, for the shapes of what its launches call, and its parts that can be packages.
-
-    One block of each kind stands for all of them; it cannot encode.
-    """
+def blueprint(cfg: ModelConfig) -> tuple[Blueprint, list[Part]]:
+    """For the shapes of what launches call, and the parts that can be packages; one block of each kind for all."""
     from fluxbatch.models.flux1 import Flux1
     from fluxbatch.models.flux2 import Flux2
 

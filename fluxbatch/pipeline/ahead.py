@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from fluxbatch.config import ModelConfig
 from fluxbatch.errors import ConfigError
-from fluxbatch.models import Model, blueprint, compile_cache, loading
+from fluxbatch.models import Blueprint, blueprint, compile_cache, loading
 from fluxbatch.models.aot.packages import Wanted
 from fluxbatch.models.aot.parts import Call, Part
 from fluxbatch.pipeline.decode import decode
@@ -58,6 +58,8 @@ def settle(cfg: ModelConfig, launches: Iterable[Launch]) -> None:
 
 def prepare(cfg: ModelConfig, launches: Iterable[Launch]) -> Prepared:
     """Make every package that these launches need and that is not there, or not sound."""
+    # Before anything of Inductor is imported: it settles its own folder then.
+    compile_cache.keep_compiled(cfg, loading.place(cfg).device, os.environ)
     wanted = needed(cfg, launches)
     problems = {package.path: package.problem() for package in wanted}
     missing = [package for package in wanted if problems[package.path]]
@@ -65,7 +67,6 @@ def prepare(cfg: ModelConfig, launches: Iterable[Launch]) -> Prepared:
         from fluxbatch.models.aot.build import build  # the compilers take seconds to import
 
         device = loading.place(cfg).device
-        compile_cache.keep_compiled(cfg, device, os.environ)
         modules = {part.name: part.modules[0] for part in blueprint(cfg)[1]}
         for package in missing:
             logger.info("%s: %s", package, problems[package.path])
@@ -90,7 +91,7 @@ def _packages(met: Sequence[tuple[Part, Call]], *, folder: Path, device: torch.d
 
 
 def _rehearse(
-    model: Model, parts: Sequence[Part], launches: Sequence[Launch], *, decode_max_pixels: int
+    model: Blueprint, parts: Sequence[Part], launches: Sequence[Launch], *, decode_max_pixels: int
 ) -> list[tuple[Part, Call]]:
     """What each part is called with, in order."""
     met: list[tuple[Part, Call]] = []
@@ -116,8 +117,6 @@ def _rehearse(
     return met
 
 
-def _noted(
-    met: list[tuple[Part, Call]], part: Part, forward: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
+def _noted(met: list[tuple[Part, Call]], part: Part, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     met.append((part, Call.of(args, kwargs)))
     return forward(*args, **kwargs)
