@@ -16,14 +16,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from diffusers import AutoencoderKL
 from test_parity import MIXED, distance, pixels
-from tiny_models import MAX_SEQUENCE_LENGTH, flux1_transformer, loud, model_config
+from tiny_models import MAX_SEQUENCE_LENGTH, VAE, flux1_transformer, loud, model_config
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fluxbatch.command import run_command
 from fluxbatch.errors import ConfigError
-from fluxbatch.models import load_model
-from fluxbatch.models.aot import parts
+from fluxbatch.models import load_model, tuning
+from fluxbatch.models.aot import parts, toolkit
 from fluxbatch.models.aot.build import build
 from fluxbatch.models.aot.forward import Package, install
 from fluxbatch.models.aot.packages import Wanted, publishing, read_key
@@ -270,6 +272,17 @@ def test_full_size_models_are_rehearsed_without_their_weights() -> None:
         assert double.call.shapes[0].shape[:2] == (4, 4096) and decoder.call.shapes[0].shape[2:] == (128, 128)
 
 
+def test_a_decoder_in_channels_last_has_the_same_key_with_numbers_and_without() -> None:
+    def strides() -> list[tuple[int, ...]]:
+        vae = AutoencoderKL(**VAE)
+        tuning.turn_channels_last(vae.decoder)
+        return [tensor.stride() for tensor in parts.weights_of(vae.decoder).values()]
+
+    with FakeTensorMode():
+        without = strides()
+    assert without == strides() and any(stride[1:2] == (1,) and stride[0] > 8 for stride in without)
+
+
 def job(tmp_path: Path, *words: str) -> list[str]:
     rows = {"id": ["a", "b", "c"], "prompt": ["a red circle", "a blue square", "a green star"]}
     pq.write_table(pa.table({**rows, **{name: [64] * 3 for name in ("height", "width")}}), tmp_path / "rows.parquet")
@@ -389,3 +402,28 @@ def test_two_processes_that_compile_at_once_leave_one_sound_package_each(tmp_pat
     assert len(made) == 3 and all(read_key(path)["part"] in path.name for path in made)
     run = subprocess.run([sys.executable, "-m", "fluxbatch", *words[1:]], capture_output=True, text=True)
     assert run.returncode == 0 and "uncompiled" not in run.stderr and run.stderr.count("loaded ") == 3, run.stderr
+
+
+# --- a machine without a CUDA toolkit ---------------------------------------------------------------------------------
+
+
+def test_pips_packages_and_the_driver_make_a_toolkit_and_what_is_missing_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in toolkit.SEARCHED:
+        monkeypatch.delenv(name, raising=False)
+    include, driver = tmp_path / "site" / "nvidia" / "cu13" / "include", tmp_path / "libcuda.so.580.1"
+    driver.write_bytes(b"")
+    for name in ("cuda.h", "cuda_runtime_api.h"):
+        (include / name).parent.mkdir(parents=True, exist_ok=True)
+        (include / name).write_text("")
+    with pytest.raises(OSError, match=r"no crt/host_defines.h, nv/target in pip's packages: .*fluxbatch\[aot\]"):
+        toolkit.toolkit_of_links(tmp_path / "home", packages=tmp_path / "site", driver=driver)
+    other = tmp_path / "other"
+    for name in ("crt/host_defines.h", "nv/target"):
+        (other / name).parent.mkdir(parents=True, exist_ok=True)
+        (other / name).write_text("")
+    monkeypatch.setenv("CPLUS_INCLUDE_PATH", f"/nowhere:{other}")
+    for _ in range(2):
+        home = toolkit.toolkit_of_links(tmp_path / "home", packages=tmp_path / "site", driver=driver)
+    assert (home / "include" / "cuda.h").exists() and (home / "lib64" / "libcuda.so").resolve() == driver.resolve()

@@ -111,12 +111,13 @@ def blueprint(cfg: ModelConfig) -> tuple[Blueprint, list[Part]]:
 
 def load_model(cfg: ModelConfig, *, true_cfg_scale: float) -> Model:
     """The model of these settings on its device, one log line a component."""
+    # First of all: diffusers imports Inductor, which takes the folder of its cache for settled from then on.
+    compile_cache.keep_compiled(cfg, loading.place(cfg).device, os.environ)
     from fluxbatch.models.flux1 import Flux1  # diffusers and transformers take seconds to import
     from fluxbatch.models.flux2 import Flux2
 
     loading.quiet_libraries()
     loading.fix_cpu_threads(cfg)
-    compile_cache.keep_compiled(cfg, loading.place(cfg).device, os.environ)
     if cfg.family == "flux1":
         return Flux1.load(cfg, true_cfg_scale=true_cfg_scale)
     return Flux2.load(cfg)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -125,8 +125,16 @@ def ahead_of_time(transformer: Any, vae: Any, *, attention: str, placement: Plac
     for block in transformer.single_transformer_blocks:
         _drop_unfused(block.attn)
     if placement.device.type == "cuda":
-        vae.decoder.to(memory_format=torch.channels_last)
+        turn_channels_last(vae.decoder)
     return parts_of(transformer, vae, attention=attention)
+
+
+def turn_channels_last(module: nn.Module) -> None:
+    """The weights of its convolutions. `module.to` does the same, but not to tensors without numbers."""
+    for layer in module.modules():
+        if isinstance(layer, nn.Conv2d):
+            weight = layer.weight.detach().contiguous(memory_format=torch.channels_last)
+            layer.weight = nn.Parameter(weight, requires_grad=False)
 
 
 def _drop_unfused(attention: Any) -> None:

@@ -58,8 +58,6 @@ def settle(cfg: ModelConfig, launches: Iterable[Launch]) -> None:
 
 def prepare(cfg: ModelConfig, launches: Iterable[Launch]) -> Prepared:
     """Make every package that these launches need and that is not there, or not sound."""
-    # Before anything of Inductor is imported: it settles its own folder then.
-    compile_cache.keep_compiled(cfg, loading.place(cfg).device, os.environ)
     wanted = needed(cfg, launches)
     problems = {package.path: package.problem() for package in wanted}
     missing = [package for package in wanted if problems[package.path]]
@@ -76,6 +74,7 @@ def prepare(cfg: ModelConfig, launches: Iterable[Launch]) -> Prepared:
 
 def needed(cfg: ModelConfig, launches: Iterable[Launch]) -> list[Wanted]:
     """The packages of these launches, each once, in the order in which a run would load them."""
+    compile_cache.keep_compiled(cfg, loading.place(cfg).device, os.environ)  # before diffusers imports Inductor
     loading.quiet_libraries()
     loading.fix_cpu_threads(cfg)
     folder, device = compile_cache.packages_folder(cfg, os.environ), loading.place(cfg).device
