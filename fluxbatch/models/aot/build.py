@@ -30,6 +30,8 @@ CUDNN = "_native_cudnn"
 class _Functional(nn.Module):
     """A module as a function of its weights. Outputs have no gaps: they are the next block's inputs."""
 
+    _module: nn.Module
+
     def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
         super().__init__()
         object.__setattr__(self, "_module", module)  # not a submodule: its weights would become constants
