@@ -29,6 +29,7 @@ import yaml
 from fluxbatch.bench import jobs
 from fluxbatch.bench.measure import Limit, table
 from fluxbatch.config import JobConfig
+from fluxbatch.errors import ConfigError
 from fluxbatch.folder import RunFolder
 from fluxbatch.models.compile_cache import VARIABLES
 
@@ -54,6 +55,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(cfg: JobConfig, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    cells = options.cells.split(",")
+    if not set(cells) <= set(RECIPES):
+        raise ConfigError(f"--cells must be of {', '.join(RECIPES)}, got {options.cells}")
     limit, size = Limit(options.limit_s), jobs.batch_size(cfg, options)
     bucket = jobs.bucket_of(cfg, options.size, options.steps)
     figures: dict[str, Any] = {"bucket": bucket.name, "batch_size": size, "batches": BATCHES, "cells": {}}
@@ -62,7 +66,7 @@ def measure(cfg: JobConfig, options: argparse.Namespace) -> Iterator[dict[str, A
         rows = jobs.requests(BATCHES * size, bucket, guidance_scale=cfg.sampler.guidance_scale)
         jobs.write_manifest(folder / "rows.parquet", rows)
         _write_job(jobs.with_batch_size(cfg, size), folder)
-        for name in options.cells.split(","):
+        for name in cells:
             if limit.over:
                 break
             figures["cells"][name] = cell = _cell(name, folder, steps=bucket.num_inference_steps)
