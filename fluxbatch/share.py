@@ -1,4 +1,4 @@
-"""One rank's share of a job: which batches are missing, and the way from batches on disk to a ledger line.
+"""A share of a job, some of its shards: which batches are missing, and the way from batches on disk to a ledger line.
 
 Knows no tensors and no signals; what is drawn, and when to stop, is decided in run.py.
 """
@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Self
@@ -18,6 +19,7 @@ from fluxbatch import commit, ledger, reuse, shards
 from fluxbatch.config import JobConfig
 from fluxbatch.errors import FluxbatchError
 from fluxbatch.folder import RunFolder
+from fluxbatch.lease import Lease
 from fluxbatch.ledger import Ledger, revision_of, shard_of
 from fluxbatch.planfile import RunPlan
 from fluxbatch.ranks import Rank
@@ -29,30 +31,38 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Share:
-    """Our rank's shards: which batches are still to be made, and the step from batches on disk to a ledger line."""
+    """The shards that were opened: which batches are still to be made, and the way from batches to a ledger line."""
 
     folder: RunFolder
     plan: RunPlan
     ledger: Ledger
     cfg: JobConfig
     rank: Rank
+    lease: Lease
     missing: dict[int, set[int]] = field(default_factory=dict)  # open shard -> its batches that are not on disk
+    begun: set[int] = field(default_factory=set)  # shards that this process has drawn at
     _settler: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="fluxbatch-settle")
     )
     _settling: Future[None] | None = None
+    _handing_over: threading.Lock = field(default_factory=threading.Lock)  # main thread and prefetch hand shards over
     _attempts: dict[int, dict[str, int]] = field(default_factory=dict)  # plan part -> its rows' attempts before it
 
-    def settle_all(self) -> list[ShardPlan]:
-        """Commit every shard that needs no GPU any more; returns the shards with batches to make."""
+    def open(self, indices: Iterable[int]) -> list[ShardPlan]:
+        """Commit every one of these shards that needs no GPU any more; returns those with batches to make."""
         for path in (self.folder.data, self.folder.failures, self.folder.batches, self.folder.locks, self.folder.root):
             commit.remove_temporaries(path)
         on_disk = shards.committed_batches(self.folder)
-        ours = [shard for shard in self.plan.shards() if self.rank.owns(shard.index)]
+        ours = [self.plan.shard(index) for index in indices]
         revised = [shard for shard in ours if shard.revision]
         if revised:
             self._clear_superseded(revised, on_disk)
         return [shard for shard in ours if not self._is_settled(shard, on_disk)]
+
+    def refresh(self) -> None:
+        """Read what all ranks have committed meanwhile."""
+        self._wait_for_settling()
+        self.ledger = Ledger.read(self.folder, self.plan.revisions)
 
     def _clear_superseded(self, revised: list[ShardPlan], on_disk: set[int]) -> None:
         """What is left of older revisions becomes part files again, where it is still needed; then the old files go.
@@ -127,6 +137,7 @@ class Share:
     def _record(self, shard: ShardPlan, commits: list[ShardCommit]) -> None:
         self.ledger.append(self.folder, self.rank.index, commits)
         shards.remove_batches(self.folder, shard)
+        self.lease.give_back(self.folder.claim(shard.index))
 
     def take_over(self, work: list[ShardPlan], *, check: Callable[[], None]) -> list[ShardPlan]:
         """Commit what an earlier run has of the missing batches; returns the shards that still have batches to make.
@@ -161,8 +172,33 @@ class Share:
             yield from (batch for batch in shard.batches if batch.index in self.missing[shard.index])
 
     def batches(self, work: list[ShardPlan]) -> Iterator[Batch]:
-        """The same with their rows."""
-        return map(self.plan.batch, self.missing_batches(work))
+        """The same with their rows, but for shards that another rank has taken meanwhile."""
+        for shard in work:
+            if self.rank.world_size == 1 or self._begin(shard):
+                yield from map(self.plan.batch, self.missing_batches([shard]))
+
+    def _begin(self, shard: ShardPlan) -> bool:
+        """Claim a shard, and whether there is something of it to draw: another rank may be at it, or have been.
+
+        Called by the thread that prefetches.
+        """
+        other = self.lease.take(self.folder.claim(shard.index))
+        if other is None:
+            self.begun.add(shard.index)
+            self.missing[shard.index] -= {b for b in self.missing[shard.index] if self.folder.batch(b).exists()}
+            if shards.stands(self.folder, shard, output=self.cfg.output) and self._is_complete_by_now(shard):
+                self.lease.give_back(self.folder.claim(shard.index))
+            elif self.missing[shard.index]:
+                return True
+            else:
+                self._settle_behind(shard)
+        else:
+            log.info("shard %d is being made by rank %s, who has done its own share", shard.index, other.get("rank"))
+        del self.missing[shard.index]
+        return False
+
+    def _is_complete_by_now(self, shard: ShardPlan) -> bool:
+        return Ledger.read(self.folder, self.plan.revisions).complete(shard)
 
     def commit(self, done: CompressedBatch) -> None:
         """Make a finished batch durable, and its shard when it was the last one missing."""
@@ -182,8 +218,9 @@ class Share:
 
         One shard at a time: a disk that cannot keep up holds the run here.
         """
-        self._wait_for_settling()
-        self._settling = self._settler.submit(self.settle, shard)
+        with self._handing_over:
+            self._wait_for_settling()
+            self._settling = self._settler.submit(self.settle, shard)
 
     def _wait_for_settling(self) -> None:
         if self._settling is not None:

@@ -13,6 +13,7 @@ from fluxbatch import config, job
 from fluxbatch.config import JobConfig
 from fluxbatch.errors import EXIT_DISCREPANCY, EXIT_DONE, EXIT_ROW_ERRORS, ConfigError
 from fluxbatch.folder import RunFolder
+from fluxbatch.lora_files import lora_paths
 from fluxbatch.records import RowCounts
 
 log = logging.getLogger(__name__)
@@ -23,10 +24,8 @@ Verb = Callable[[JobConfig], Answer]
 
 def run(cfg: JobConfig) -> Answer:
     """Do the job, or go on with it."""
-    from fluxbatch.run import run_job
-
     _require_manifest(cfg)
-    counts, code = run_job(cfg)
+    counts, code = _run_here(cfg) if cfg.run.devices is None else _run_on_devices(cfg)
     folder = RunFolder(config.output_dir(cfg))
     words = [*_count_lines(counts), f"images: {folder.data}"]
     if counts.pending == 0:
@@ -36,12 +35,25 @@ def run(cfg: JobConfig) -> Answer:
     return asdict(counts), "\n".join(words), code
 
 
+def _run_here(cfg: JobConfig) -> tuple[RowCounts, int]:
+    from fluxbatch.run import run_job
+
+    return run_job(cfg)
+
+
+def _run_on_devices(cfg: JobConfig) -> tuple[RowCounts, int]:
+    from fluxbatch.supervisor import supervise
+
+    return supervise(cfg)
+
+
 def plan(cfg: JobConfig) -> Answer:
     """What a run would do, from the manifest and what stands in the run folder. Writes nothing, loads no weights."""
     from fluxbatch import forecast
 
     _require_manifest(cfg)
     _warn_of_missing_model(cfg)
+    lora_paths(cfg.model)
     _refuse_other_settings(RunFolder(config.output_dir(cfg)), cfg)
     answer = forecast.forecast(cfg)
     row_errors = answer["rejected"] and cfg.run.fail_on_row_errors

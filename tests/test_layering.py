@@ -11,10 +11,11 @@ PACKAGE = Path(__file__).parent.parent / "fluxbatch"
 
 # Lower ranks know nothing of higher ones; modules of one rank do not import each other unless listed in order.
 RANKS = [
-    {"errors", "records", "folder", "process", "tiny"},
-    {"commit", "config", "user_cache"},
+    {"errors", "records", "folder", "process", "step_cache", "tiny"},
+    {"commit", "config", "user_cache", "devices"},
+    {"lora_files"},
     {"compose", "ranks", "stop", "lease", "job", "plan", "rates"},
-    {"rows", "estimate", "batch_size", "row_spool"},
+    {"rows", "estimate", "batch_size", "row_spool", "deal"},
     {"manifest", "planfile"},
     {"row_keys"},
     {"planner", "prompt_files"},
@@ -27,10 +28,11 @@ RANKS = [
     {"card", "charts", "contact_sheet", "throughput", "preflight"},
     {"page"},
     {"report"},
-    {"share", "forecast"},
-    {"run"},
+    {"share", "forecast", "planning"},
+    {"drawing", "helping", "crew_view"},
+    {"run", "supervisor"},
     {"bench"},
-    {"verbs", "word_verbs"},
+    {"verbs", "word_verbs", "job_script"},
     {"command"},
     {"__main__"},
 ]

@@ -13,5 +13,6 @@ QUESTIONS = {
     "host": "how many images a second does everything but the model keep up with?",
     "plan_scale": "what does a manifest of millions of rows take until its plan stands?",
     "startup": "how long from a process's start to its first image on disk, compiled at start or ahead of time?",
+    "fidelity": "what does a precision, or a step cache, change in the embedded model's pictures?",
     "pipelines": "do both pipelines give equal bytes, and what does the overlap bring?",
 }

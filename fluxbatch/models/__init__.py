@@ -19,6 +19,7 @@ from fluxbatch.config import ModelConfig
 from fluxbatch.models import compile_cache, loading, memory, tuning
 from fluxbatch.models.aot.parts import Part
 from fluxbatch.models.checkpoints import convert
+from fluxbatch.models.lora import read_loras
 from fluxbatch.records import Bucket
 
 
@@ -99,6 +100,8 @@ def check_model(cfg: ModelConfig) -> None:
     folder, file = loading.model_folder(cfg), loading.checkpoint_file(cfg)
     if file is not None:
         convert.fit(file, cfg=cfg, folder=folder)
+    if cfg.loras:
+        read_loras(cfg, convert.transformer_shapes(cfg, folder))
 
 
 def blueprint(cfg: ModelConfig) -> tuple[Blueprint, list[Part]]:
