@@ -334,6 +334,10 @@ def test_plan_says_what_would_be_compiled(
     [
         (["model.kernels=fused"], "model.compile must be off with model.kernels=fused, got aot"),
         (["model.quantization=fp8"], "model.quantization=fp8 needs model.kernels=auto or fused and model.compile=off"),
+        (
+            ["model.quantization=int8_weight_only"],
+            "model.quantization must be none with model.compile=aot, got int8_weight_only",
+        ),
         (["model.aot_missing=never"], "model.aot_missing must be one of refuse, build, got 'never'"),
     ],
 )
