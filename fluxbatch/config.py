@@ -77,7 +77,8 @@ class ModelConfig:
     cpu_threads: int = 1  # inside an operator, on a CPU; decides bits, so it does not follow the machine
     kernels: str = "auto"  # fused, diffusers, or auto: fused on CUDA in half precision
     quantization: str = "none"  # of the blocks' matrices: fp8, int8, fp8_weight_only, int8_weight_only, nvfp4
-    compile: str = "off"  # or regional, of diffusers' modules
+    compile: str = "off"  # of diffusers' modules: regional (at the first launch of a shape) or aot (by `compile`)
+    aot_missing: str = "refuse"  # packages that a run with compile=aot lacks; or build them before it begins
     compile_cache: str | None = None  # a folder for compiled kernels; None: the user's cache, or node-local
     guidance: str = MISSING  # embedded, classifier_free, none, or refused
     negative_prompts: bool = MISSING
@@ -250,7 +251,8 @@ RULES: tuple[Rule, ...] = (
     ("model.cpu_threads", *_at_least(1)),
     ("model.kernels", *_one_of("auto", "fused", "diffusers")),
     ("model.quantization", *_one_of(*QUANTIZATIONS)),
-    ("model.compile", *_one_of("off", "regional")),
+    ("model.compile", *_one_of("off", "regional", "aot")),
+    ("model.aot_missing", *_one_of("refuse", "build")),
     ("model.guidance", *_one_of(*GUIDANCE)),
     ("model.max_sequence_length", lambda v: _is_int(v, 1, 512), "must be a whole number from 1 to 512"),
     ("model.encode_batch_size", *_at_least(1)),

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from fluxbatch import commit, config, deal, helping, ledger, preflight, process, ranks, report
+from fluxbatch import commit, config, deal, forecast, helping, ledger, preflight, process, ranks, report
 from fluxbatch.batch_size import Machine, MeasuredSizes
-from fluxbatch.config import JobConfig, RunConfig
+from fluxbatch.config import JobConfig, ModelConfig, RunConfig
 from fluxbatch.drawing import Drawing, tell_prometheus
 from fluxbatch.errors import EXIT_DONE, EXIT_ROW_ERRORS, ConfigError
 from fluxbatch.folder import RunFolder
@@ -33,6 +33,7 @@ from fluxbatch.stop import Stop, seconds_left
 
 if TYPE_CHECKING:
     from fluxbatch.models import AnyModel
+    from fluxbatch.pipeline.ahead import Launch, Prepared
     from fluxbatch.pipeline.measure import LaunchMeter
 
 log = logging.getLogger(__name__)
@@ -70,7 +71,8 @@ def run_job(cfg: JobConfig, *, load: LoadModel | None = None) -> tuple[RowCounts
         if not dealt and rank.world_size > 1:
             log.warning("rank %d has no shard: there are fewer than ranks (plan.shard_size=%d)",
                         rank.index, cfg.plan.shard_size)  # fmt: skip
-        with share, Drawing(share, model, stop) as drawing:
+        prepared = functools.cache(functools.partial(_prepared, share, model))
+        with share, Drawing(share, prepared, stop) as drawing:
             make_shards(share, dealt, drawing, stop)
             while cfg.run.help_ranks and not stop.requested() and (more := helping.next_shards(share)):
                 make_shards(share, more, drawing, stop)
@@ -104,7 +106,9 @@ def draw(cfg: JobConfig, batch: Batch) -> CompressedBatch:
     from fluxbatch.pipeline.loop import run_pipeline
 
     _check_model(cfg)
-    model = _load_model(cfg, ranks.resolve(RunConfig(rank=0, world_size=1), {}))
+    alone = ranks.resolve(RunConfig(rank=0, world_size=1), {})
+    _settle_packages(cfg, alone, {(batch.plan.bucket, batch.plan.size)})
+    model = _load_model(cfg, alone)
     [done] = run_pipeline(
         [batch],
         model,
@@ -116,12 +120,37 @@ def draw(cfg: JobConfig, batch: Batch) -> CompressedBatch:
     return done
 
 
+def prepare_launches(cfg: JobConfig) -> Prepared:
+    """Compile what a run of this job would launch, as far as nobody has (`model.compile=aot`). Draws nothing."""
+    from fluxbatch.pipeline import ahead
+
+    _check_model(cfg)
+    return ahead.prepare(cfg.model, forecast.launches(cfg))
+
+
+def _prepared(share: Share, loaded: Callable[[], AnyModel]) -> AnyModel:
+    """The model, once there are packages for whatever the plan launches, if it wants any."""
+    launches = {(run.bucket, run.batch_size) for part in share.plan.parts for run in part.runs}
+    _settle_packages(share.cfg, share.rank, launches)
+    return loaded()
+
+
+def _settle_packages(cfg: JobConfig, rank: Rank, launches: set[Launch]) -> None:
+    """Refuse, before a weight is read, what would be drawn without its packages, or make them."""
+    if cfg.model.compile == "aot":
+        from fluxbatch.pipeline import ahead
+
+        ahead.settle(_model_config(cfg, rank), launches)
+
+
 def _load_model(cfg: JobConfig, rank: Rank) -> AnyModel:
     from fluxbatch.models import load_model
 
-    return load_model(
-        replace(cfg.model, device=_device(cfg.model.device, rank)), true_cfg_scale=cfg.sampler.true_cfg_scale
-    )
+    return load_model(_model_config(cfg, rank), true_cfg_scale=cfg.sampler.true_cfg_scale)
+
+
+def _model_config(cfg: JobConfig, rank: Rank) -> ModelConfig:
+    return replace(cfg.model, device=_device(cfg.model.device, rank))
 
 
 def _device(wanted: str, rank: Rank) -> str:
@@ -138,7 +167,9 @@ def _size_of(cfg: JobConfig, rank: Rank, model: Callable[[], AnyModel], stop: St
 
     @functools.cache
     def measured() -> MeasuredSizes | None:
-        machine = _machine(cfg, rank) if cfg.plan.batch_size == "auto" else None
+        # Packages fit one size: trying several would take one of each before the first is drawn.
+        measures = cfg.plan.batch_size == "auto" and cfg.model.compile != "aot"
+        machine = _machine(cfg, rank) if measures else None
         return MeasuredSizes(cfg, machine, measure) if machine else None
 
     @functools.cache

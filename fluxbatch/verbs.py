@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,19 @@ def _refuse_other_settings(folder: RunFolder, cfg: JobConfig) -> None:
         job.refuse_differences(folder, job.differences(settings, cfg))
 
 
+def compile(cfg: JobConfig) -> Answer:
+    """Make the packages that a run with model.compile=aot would launch. Reads no weights, draws nothing."""
+    from fluxbatch.run import prepare_launches
+
+    _require_manifest(cfg)
+    cfg = replace(cfg, model=replace(cfg.model, compile="aot"))
+    prepared = prepare_launches(cfg)
+    made, found = ([str(package.path) for package in packages] for packages in (prepared.made, prepared.found))
+    lines = [f"compiled: {len(made)}", *(f"  {path}" for path in made)]
+    lines += [f"there already: {len(found)}", "for runs with model.compile=aot and otherwise the same settings"]
+    return {"compiled": made, "found": found}, "\n".join(lines), EXIT_DONE
+
+
 def status(cfg: JobConfig) -> Answer:
     """How far the run in `output.dir` is, from its files alone."""
     from fluxbatch import report
@@ -121,7 +134,14 @@ def bench(arguments: list[str]) -> int:
     return run_bench(arguments)
 
 
-VERBS: dict[str, Verb] = {"run": run, "plan": plan, "status": status, "verify": verify, "report": report}
+VERBS: dict[str, Verb] = {
+    "run": run,
+    "plan": plan,
+    "compile": compile,
+    "status": status,
+    "verify": verify,
+    "report": report,
+}
 
 
 def _settled(cfg: JobConfig) -> JobConfig:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fluxbatch.config import ModelConfig
 from fluxbatch.models import compile_cache, loading, memory, tuning
+from fluxbatch.models.aot.parts import Part
 from fluxbatch.models.checkpoints import convert
 from fluxbatch.models.lora import read_loras
 from fluxbatch.records import Bucket, Request
@@ -115,6 +116,13 @@ class WholeModel(Protocol):
 AnyModel = Model | WholeModel
 
 
+class Blueprint(Model, Protocol):
+    """A model without weights: everything has its shape. It cannot encode."""
+
+    def blank_embeds(self, size: int) -> PromptEmbeds:
+        """Zeros in the form of so many prompts' embeddings."""
+
+
 def check_model(cfg: ModelConfig) -> None:
     """Refuse, in seconds and before any weight is read, a device, dtype or model.path that cannot work."""
     placement = loading.place(cfg)
@@ -135,11 +143,20 @@ def check_model(cfg: ModelConfig) -> None:
         read_loras(cfg, convert.transformer_shapes(cfg, folder))
 
 
+def blueprint(cfg: ModelConfig) -> tuple[Blueprint, list[Part]]:
+    """For the shapes of what launches call, and the parts that can be packages; one block of each kind for all."""
+    from fluxbatch.models.flux1 import Flux1
+    from fluxbatch.models.flux2 import Flux2
+
+    return Flux1.blueprint(cfg) if cfg.family == "flux1" else Flux2.blueprint(cfg)
+
+
 def load_model(cfg: ModelConfig, *, true_cfg_scale: float) -> AnyModel:
     """The model of these settings on its device, one log line a component."""
+    # First of all: diffusers imports Inductor, which takes the folder of its cache for settled from then on.
+    compile_cache.keep_compiled(cfg, loading.place(cfg).device, os.environ)
     loading.quiet_libraries()
     loading.fix_cpu_threads(cfg)
-    compile_cache.keep_compiled(cfg, loading.place(cfg).device, os.environ)
     if cfg.family == "diffusers":
         from fluxbatch.models.whole import WholePipeline  # diffusers and transformers take seconds to import
 
