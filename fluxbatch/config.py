@@ -133,6 +133,10 @@ class RunConfig:
     rank: int | None = None
     world_size: int | None = None
     help_ranks: bool = True  # with open shards, once the own share is done
+    engine: str = "local"  # this process; or ray: a worker on each GPU of a Ray cluster
+    ray_resources: dict[str, float] = field(default_factory=dict)  # of a worker; {}: a GPU, or a CPU's threads
+    ray_wait_s: float = 1800.0  # how long a cluster without a free GPU is waited for
+    max_shard_attempts: int = 3  # on Ray: in a row that bring no batch
     retry_failed: bool = False
     on_change: str = "refuse"  # edited rows or other output-affecting settings; or redo
     reuse_from: str | None = None  # an earlier run's folder: what is unchanged is taken over from it
@@ -244,6 +248,10 @@ RULES: tuple[Rule, ...] = (
     ("output.quality", lambda v: _is_int(v, 1, 100), "must be a whole number from 1 to 100"),
     ("output.png_level", lambda v: _is_int(v, 0, 9), "must be a whole number from 0 to 9"),
     ("output.row_group_mib", lambda v: _is_int(v, 1, 99), "must be a whole number from 1 to 99"),
+    ("run.engine", *_one_of("local", "ray")),
+    ("run.ray_resources", lambda v: all(0 < n < math.inf for n in v.values()), "must be amounts > 0, as {GPU: 1}"),
+    ("run.ray_wait_s", lambda v: 0 <= v < math.inf, "must be a finite number of seconds >= 0"),
+    ("run.max_shard_attempts", *_at_least(1)),
     ("run.on_change", *_one_of("refuse", "redo")),
     ("run.grace_s", lambda v: 0 <= v < math.inf, "must be a finite number of seconds >= 0"),
     ("run.stage_timeout_s", lambda v: 0 <= v < math.inf, "must be a finite number of seconds >= 0 (0: no limit)"),

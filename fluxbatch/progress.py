@@ -19,7 +19,8 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from fluxbatch.config import TelemetryConfig
 
-RECENT_BATCHES = 20
+RECENT_BATCHES = 20  # of each rank
+QUIET_S = 60.0
 GRAINS_S = ((3600, 60), (120, 10), (0, 1))  # a time left of so long is told to so many seconds
 BAR = "{percentage:3.0f}% {bar:20} {n_fmt}/{total_fmt} rows{postfix}"  # cut at the terminal's edge: facts by weight
 # Control characters, line separators, and the marks that turn the direction of a terminal's line.
@@ -51,7 +52,9 @@ class Progress:
         self._total, self._done, self._failed = total, done, 0
         self._work = dict(work or {})
         self._work_left = total - done if work_left is None else work_left
-        self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT_BATCHES)
+        self._recent: dict[int, deque[dict[str, Any]]] = {}  # of each rank
+        self._heard_s: dict[int, float] = {}
+        self._last: dict[str, Any] = {}
         self._printed_s = -float("inf")
         self._unsaid = False
         self._bar: tqdm | None = None
@@ -82,7 +85,9 @@ class Progress:
         self._done += rows
         self._failed += line["rows_failed"]
         self._work_left -= self._work.get(line["bucket"], 1) * rows
-        self._recent.append(line)
+        self._recent.setdefault(line["rank"], deque(maxlen=RECENT_BATCHES)).append(line)
+        self._heard_s[line["rank"]] = self._clock()
+        self._last = line
         self._unsaid = True
         if self._bar is not None:
             self._bar.set_postfix_str(", ".join(self._facts()), refresh=False)
@@ -104,24 +109,41 @@ class Progress:
 
     def _facts(self) -> list[str]:
         """`about 2:05:00 left`, `3.41 images/s`, `2 failed`, `1024x1024-28`, `GPU 98 % at 652 W`: what is known."""
-        wall_s = sum(line["wall_s"] or 0 for line in self._recent)
-        images = sum(line["rows_ok"] for line in self._recent)
-        left_s = self._left_s()
+        ranks = self._working()
+        speed = sum(_rate(lines, lambda line: line["rows_ok"]) for lines in ranks)
+        left_s = self._left_s(ranks)
         facts = [f"about {duration(left_s)} left"] if left_s else []
-        facts += [f"{images / wall_s:.2f} images/s"] if wall_s > 0 else []
+        facts += [f"{speed:.2f} images/s"] if speed > 0 else []
         facts += [f"{self._failed} failed"] if self._failed else []
-        return [*facts, self._recent[-1]["bucket"], *_gpu_facts(self._recent[-1])]
+        facts += [f"{len(ranks)} at work"] if len(self._recent) > 1 else []
+        return [*facts, self._last["bucket"], *_gpu_facts(self._last)]
 
-    def _left_s(self) -> float | None:
+    def _working(self) -> list[list[dict[str, Any]]]:
+        """The last batches of each rank that was heard of within three of its batches, or a minute."""
+        now_s = self._clock()
+        patience_s = {
+            rank: max(QUIET_S, 3 * max(line["wall_s"] or 0 for line in lines)) for rank, lines in self._recent.items()
+        }
+        return [list(lines) for rank, lines in self._recent.items() if now_s - self._heard_s[rank] <= patience_s[rank]]
+
+    def _left_s(self, ranks: list[list[dict[str, Any]]]) -> float | None:
         """By the work of the last batches, first launches of a shape left out where there are others; rounded."""
-        usual = [line for line in self._recent if not line.get("first_of_shape")] or list(self._recent)
-        wall_s = sum(line["wall_s"] or 0 for line in usual)
-        done = sum(self._work.get(line["bucket"], 1) * (line["rows_ok"] + line["rows_failed"]) for line in usual)
-        if wall_s <= 0 or done <= 0 or self._work_left <= 0:
+        usual = [[line for line in lines if not line.get("first_of_shape")] or lines for lines in ranks]
+        speed = sum(_rate(lines, self._work_of) for lines in usual)
+        if speed <= 0 or self._work_left <= 0:
             return None
-        left_s = self._work_left * wall_s / done
+        left_s = self._work_left / speed
         grain_s = next(grain_s for from_s, grain_s in GRAINS_S if left_s >= from_s)
         return round(left_s / grain_s) * grain_s
+
+    def _work_of(self, line: Mapping[str, Any]) -> float:
+        return self._work.get(line["bucket"], 1) * (line["rows_ok"] + line["rows_failed"])
+
+
+def _rate(lines: list[dict[str, Any]], amount: Callable[[dict[str, Any]], float]) -> float:
+    """Of one rank, a second; 0 where no time passed."""
+    wall_s = sum(line["wall_s"] or 0 for line in lines)
+    return sum(map(amount, lines)) / wall_s if wall_s > 0 else 0.0
 
 
 def _gpu_facts(line: dict[str, Any]) -> list[str]:

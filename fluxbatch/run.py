@@ -9,13 +9,15 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fluxbatch import commit, config, deal, helping, ledger, preflight, ranks, report
 from fluxbatch.batch_size import Machine, MeasuredSizes
+from fluxbatch.cluster import require_ray
 from fluxbatch.config import JobConfig, RunConfig
-from fluxbatch.drawing import Drawing, tell_prometheus
+from fluxbatch.drawing import Drawing, LoadModel, own_device, tell_prometheus
+from fluxbatch.drawing import check_model as _check_model
+from fluxbatch.drawing import load_model as _load_model
 from fluxbatch.errors import EXIT_DONE, EXIT_ROW_ERRORS, ConfigError
 from fluxbatch.folder import RunFolder
 from fluxbatch.lease import Lease
@@ -31,12 +33,11 @@ from fluxbatch.share import Share
 from fluxbatch.stop import Stop, seconds_left
 
 if TYPE_CHECKING:
+    from fluxbatch.cluster.driving import RayDrawing
     from fluxbatch.models import Model
     from fluxbatch.pipeline.measure import LaunchMeter
 
 log = logging.getLogger(__name__)
-
-LoadModel = Callable[[JobConfig, Rank], "Model"]
 
 
 def run_job(cfg: JobConfig, *, load: LoadModel | None = None) -> tuple[RowCounts, int]:
@@ -48,12 +49,13 @@ def run_job(cfg: JobConfig, *, load: LoadModel | None = None) -> tuple[RowCounts
     folder = RunFolder(config.output_dir(cfg))
     if folder.root.exists() and not folder.root.is_dir():
         raise ConfigError(f"output.dir must be a folder, got the file {folder.root}")
-    if load is None and not folder.success.exists():
+    if load is None and cfg.run.engine == "local" and not folder.success.exists():
         _check_model(cfg)
     require_loggers(cfg.telemetry.loggers)
+    rank = ranks.resolve(cfg.run, os.environ)
+    require_ray(cfg, rank)
     earlier = open_earlier(cfg)  # refuses before anything is written down of this job
     preflight.probe_folder(folder)
-    rank = ranks.resolve(cfg.run, os.environ)
     stop = Stop(grace_s=cfg.run.grace_s, deadline_s=seconds_left(cfg.run.deadline, os.environ))
     lease = Lease(folder, rank=rank.index, world_size=rank.world_size, superseded=stop.request)
     with stop, lease:
@@ -63,7 +65,7 @@ def run_job(cfg: JobConfig, *, load: LoadModel | None = None) -> tuple[RowCounts
         size_of = _size_of(cfg, rank, model, stop)
         planned = plan_job(folder, cfg, rank, lease, size_of=size_of, earlier=earlier, check=stop.check)
         share = Share(folder, planned.plan, planned.ledger, cfg, rank, lease)
-        with share, Drawing(share, model, stop) as drawing:
+        with share, _drawing(share, model, stop, load) as drawing:
             make_shards(share, deal.shards_of(share.plan.parts, rank.index, rank.world_size), drawing, stop)
             while cfg.run.help_ranks and not stop.requested() and (more := helping.next_shards(share)):
                 make_shards(share, more, drawing, stop)
@@ -73,7 +75,16 @@ def run_job(cfg: JobConfig, *, load: LoadModel | None = None) -> tuple[RowCounts
     return counts, _exit_code(counts, cfg)
 
 
-def make_shards(share: Share, shards: Sequence[int], drawing: Drawing, stop: Stop) -> None:
+def _drawing(share: Share, model: Callable[[], Model], stop: Stop, load: LoadModel | None) -> Drawing | RayDrawing:
+    """Who draws: this process, or the workers of a Ray cluster."""
+    if share.cfg.run.engine == "local":
+        return Drawing(share, model, stop)
+    from fluxbatch.cluster.driving import RayDrawing  # Ray is an extra
+
+    return RayDrawing(share, load, stop)
+
+
+def make_shards(share: Share, shards: Sequence[int], drawing: Drawing | RayDrawing, stop: Stop) -> None:
     """Make all of these shards that is not there yet. Whoever deals out the work deals in these numbers."""
     work = share.open(shards)
     if work:
@@ -83,13 +94,6 @@ def make_shards(share: Share, shards: Sequence[int], drawing: Drawing, stop: Sto
         drawn = share.take_over(work, check=stop.check)
         if drawn:
             drawing.draw(drawn)
-
-
-def _check_model(cfg: JobConfig) -> None:
-    """Refuse a model that is not there, or cannot run here, before the manifest is planned."""
-    from fluxbatch.models import check_model
-
-    check_model(cfg.model)
 
 
 def draw(cfg: JobConfig, batch: Batch) -> CompressedBatch:
@@ -102,29 +106,13 @@ def draw(cfg: JobConfig, batch: Batch) -> CompressedBatch:
     return done
 
 
-def _load_model(cfg: JobConfig, rank: Rank) -> Model:
-    from fluxbatch.models import load_model
-
-    return load_model(
-        replace(cfg.model, device=_device(cfg.model.device, rank)), true_cfg_scale=cfg.sampler.true_cfg_scale
-    )
-
-
-def _device(wanted: str, rank: Rank) -> str:
-    """`auto` and `cuda` become this rank's GPU among the visible ones."""
-    import torch
-
-    if wanted in ("auto", "cuda") and torch.cuda.is_available():
-        return f"cuda:{rank.local % torch.cuda.device_count()}"
-    return wanted
-
-
 def _size_of(cfg: JobConfig, rank: Rank, model: Callable[[], Model], stop: Stop) -> SizeOf:
     """Batch sizes for rows that are new: measured on a GPU, by rule elsewhere. Nothing is loaded until it is asked."""
 
     @functools.cache
     def measured() -> MeasuredSizes | None:
-        machine = _machine(cfg, rank) if cfg.plan.batch_size == "auto" else None
+        is_ours = cfg.plan.batch_size == "auto" and cfg.run.engine == "local"  # else the GPUs are other nodes'
+        machine = _machine(cfg, rank) if is_ours else None
         return MeasuredSizes(cfg, machine, measure) if machine else None
 
     @functools.cache
@@ -145,7 +133,7 @@ def _size_of(cfg: JobConfig, rank: Rank, model: Callable[[], Model], stop: Stop)
 
 def _machine(cfg: JobConfig, rank: Rank) -> Machine | None:
     """The GPU that this rank will use; None where there is none."""
-    device = _device(cfg.model.device, rank)
+    device = own_device(cfg.model.device, rank)
     if not device.startswith("cuda"):
         return None
     from fluxbatch.models import memory

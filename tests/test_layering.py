@@ -29,6 +29,7 @@ RANKS = [
     {"report"},
     {"share", "forecast", "planning"},
     {"drawing", "helping"},
+    {"cluster"},
     {"run"},
     {"bench"},
     {"verbs", "word_verbs"},
