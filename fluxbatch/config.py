@@ -134,7 +134,7 @@ class RunConfig:
     world_size: int | None = None
     help_ranks: bool = True  # with open shards, once the own share is done
     engine: str = "local"  # this process; or ray: a worker on each GPU of a Ray cluster
-    ray_resources: dict[str, float] = field(default_factory=dict)  # of a worker; {}: a GPU, or a CPU's threads
+    ray_resources: Any = None  # of a worker, by Ray's names; None: {GPU: 1}, with model.device=cpu its threads
     ray_wait_s: float = 1800.0  # how long a cluster without a free GPU is waited for
     max_shard_attempts: int = 3  # on Ray: in a row that bring no batch
     retry_failed: bool = False
@@ -201,6 +201,11 @@ def _dtype_or_null(value: Any) -> bool:
     return value is None or value in DTYPES
 
 
+def _are_amounts(value: Any) -> bool:
+    amounts = list(value.values()) if isinstance(value, dict) else []
+    return bool(amounts) and all(isinstance(n, int | float) and 0 < n < math.inf for n in amounts)
+
+
 def _is_text_or_texts(value: Any) -> bool:
     return all(isinstance(part, str) for part in (value if isinstance(value, list) else [value or ""]))
 
@@ -249,7 +254,7 @@ RULES: tuple[Rule, ...] = (
     ("output.png_level", lambda v: _is_int(v, 0, 9), "must be a whole number from 0 to 9"),
     ("output.row_group_mib", lambda v: _is_int(v, 1, 99), "must be a whole number from 1 to 99"),
     ("run.engine", *_one_of("local", "ray")),
-    ("run.ray_resources", lambda v: all(0 < n < math.inf for n in v.values()), "must be amounts > 0, as {GPU: 1}"),
+    ("run.ray_resources", lambda v: v is None or _are_amounts(v), "must be null or amounts > 0 by name, as {GPU: 1}"),
     ("run.ray_wait_s", lambda v: 0 <= v < math.inf, "must be a finite number of seconds >= 0"),
     ("run.max_shard_attempts", *_at_least(1)),
     ("run.on_change", *_one_of("refuse", "redo")),

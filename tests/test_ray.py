@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -17,7 +16,7 @@ from test_run import data_files, do, ids_written, manifest, rows, settings, soun
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'fluxbatch[ray]'")
 
-from ray_cluster import Cluster, cluster, kill
+from ray_cluster import Cluster, cluster
 
 COUNT = 60  # rows, in six shards of three batches
 ON_RAY = ("run.engine=ray", "run.ray_resources={place:1}", "telemetry.progress=lines", "telemetry.interval_s=1")
