@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -58,6 +59,13 @@ class Cluster:
         """The worker processes of a node."""
         [raylet] = node.all_processes["raylet"]
         return [child.pid for child in psutil.Process(raylet.process.pid).children(recursive=True)]
+
+    def wait_for_resource(self, name: str) -> None:
+        """Until a node that was started elsewhere has joined."""
+        until_s = time.monotonic() + 120
+        while not any(name in node.get("Resources", {}) for node in self._cluster.global_state.node_table()):
+            assert time.monotonic() < until_s, f"no node with {name} has joined"
+            time.sleep(0.2)
 
     def close(self) -> None:
         self._cluster.shutdown()

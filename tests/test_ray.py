@@ -2,10 +2,12 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,11 @@ from conftest import Faults
 from forge import TESTS
 from test_run import data_files, do, ids_written, manifest, rows, settings, sound
 
+from fluxbatch import process
+
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'fluxbatch[ray]'")
 
-from ray_cluster import Cluster, cluster
+from ray_cluster import OBJECT_STORE_BYTES, Cluster, cluster
 
 COUNT = 60  # rows, in six shards of three batches
 ON_RAY = ("run.engine=ray", "run.ray_resources={place:1}", "telemetry.progress=lines", "telemetry.interval_s=1")
@@ -88,6 +92,10 @@ def ends_like(folder: Path, whole: dict[str, str], faults: Faults) -> None:
     faults.rows(asked=[row["id"] for row in rows(COUNT)], found=ids_written(run))
 
 
+def batches_drawn(run: Path) -> int:
+    return sum(path.read_text().count("\n") for path in (run / "logs").glob("metrics-rank-*.jsonl"))
+
+
 def node_of(nodes: Cluster, pid: int) -> Any:
     return next(node for node in nodes.nodes if pid in nodes.processes(node))
 
@@ -107,6 +115,116 @@ def test_a_node_is_killed_in_the_middle_of_a_shard_and_one_joins_and_the_bytes_a
     assert job.end() == 0, job.words
     assert "was lost" in job.words
     ends_like(tmp_path, whole, faults)
-    lines = [path.read_text().count("\n") for path in (tmp_path / "run" / "logs").glob("metrics-rank-*.jsonl")]
-    assert len(lines) >= 2 and sum(lines) >= 18
+    assert len(list((tmp_path / "run" / "logs").glob("metrics-rank-*.jsonl"))) >= 2
+    assert batches_drawn(tmp_path / "run") >= 17, "a kill may come between a batch and its line of the log"
     assert f"{COUNT}/{COUNT} rows (100.0 %)" in job.words
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_driver_lets_the_workers_finish_their_batches_and_the_same_command_goes_on(
+    tmp_path: Path, nodes: Cluster, whole: dict[str, str], faults: Faults
+) -> None:
+    manifest(tmp_path / "m.parquet", rows(COUNT))
+    job = Job(tmp_path, nodes, slow_s=1.0)
+    job.marked(1)
+    job.process.send_signal(signal.SIGTERM)
+    faults.signal()
+    assert job.end() == 75, job.words
+    assert "SIGTERM" in job.words
+    run = tmp_path / "run"
+    assert sound(run).pending > 0 and list((run / "locks").iterdir()) == []
+    drawn = batches_drawn(run)
+    assert drawn >= 1, "what was in flight is finished"
+    assert Job(tmp_path, nodes).end() == 0
+    ends_like(tmp_path, whole, faults)
+    assert batches_drawn(run) == 18, "none is drawn twice"
+
+
+@pytest.mark.slow
+def test_workers_end_with_a_driver_that_is_killed_and_the_same_command_goes_on(
+    tmp_path: Path, nodes: Cluster, whole: dict[str, str], faults: Faults
+) -> None:
+    manifest(tmp_path / "m.parquet", rows(COUNT))
+    job = Job(tmp_path, nodes, slow_s=1.0)
+    workers = job.marked(2)
+    job.process.kill()
+    faults.kill()
+    job.end()
+    until_s = time.monotonic() + 60
+    while any(process.is_alive(pid) for pid in workers):
+        assert time.monotonic() < until_s, "a worker outlives its driver"
+        time.sleep(0.1)
+    assert Job(tmp_path, nodes).end() == 0
+    ends_like(tmp_path, whole, faults)
+
+
+@pytest.mark.slow
+def test_shards_that_fail_or_kill_their_workers_are_given_up_and_named_once_the_others_are_done(
+    tmp_path: Path, nodes: Cluster, faults: Faults
+) -> None:
+    content = rows(COUNT)
+    content[2]["prompt"] += " poison"  # in shard 0
+    content[0]["prompt"] += " deadly"  # in shard 4
+    manifest(tmp_path / "m.parquet", content)
+    job = Job(tmp_path, nodes, "run.max_shard_attempts=2")
+    assert job.end() == 1, job.words
+    assert "shards 0, 4 could not be made in run.max_shard_attempts=2 attempts" in job.words
+    assert "shard 0: RuntimeError: poisoned; stage prefetch" in job.words
+    faults.kill(2)
+    counts = sound(tmp_path / "run")
+    assert (counts.written, counts.pending) == (COUNT - 20, 20)
+    assert Job(tmp_path, nodes, fake="load_forgiving").end() == 0
+    faults.rows(asked=[row["id"] for row in content], found=ids_written(tmp_path / "run"))
+    assert sound(tmp_path / "run").written == COUNT
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_be_loaded_ends_the_job_at_once(tmp_path: Path, nodes: Cluster) -> None:
+    manifest(tmp_path / "m.parquet", rows(COUNT))
+    job = Job(tmp_path, nodes, fake="load_nothing")
+    assert job.end() == 1, job.words
+    assert "FileNotFoundError: [Errno 2] No such file or directory: '/models/gone/model.safetensors'" in job.words
+    assert len(list(job.marks.glob("tried-*"))) <= 2, "each worker tries once"
+    assert list((tmp_path / "run" / "locks").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_node_that_does_not_see_the_run_folder_is_left_out_by_name(
+    tmp_path: Path, nodes: Cluster, whole: dict[str, str], faults: Faults
+) -> None:
+    manifest(tmp_path / "m.parquet", rows(COUNT))
+    (tmp_path / "run").mkdir()
+    with blind_node(nodes, tmp_path / "run"):
+        job = Job(tmp_path, nodes, "run.ray_resources={blind:1}")
+        assert job.end() == 2, job.words
+        assert "is left out: it does not see output.dir" in job.words
+        job = Job(tmp_path, nodes)
+        assert job.end() == 0, job.words
+        assert "is left out: it does not see output.dir" in job.words
+    ends_like(tmp_path, whole, faults)
+
+
+@contextmanager
+def blind_node(nodes: Cluster, hidden: Path) -> Iterator[None]:
+    """A node with a place, in a mount namespace where another, empty folder stands in the place of this one."""
+    resources = json.dumps({"place": 1, "blind": 1})
+    start = [f"{Path(sys.executable).parent}/ray", "start", f"--address={nodes.address}", "--num-cpus=1", "--block",
+             f"--resources={resources}", f"--object-store-memory={OBJECT_STORE_BYTES}"]  # fmt: skip
+    hiding = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', str(hidden)]
+    if subprocess.run([*hiding, "true"], capture_output=True).returncode:
+        pytest.skip("no mount namespace can be made here")
+    process = subprocess.Popen([*hiding, *start], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        nodes.wait_for_resource("blind")
+        yield
+    finally:
+        process.terminate()  # never `ray stop`, which ends every cluster of this machine
+        process.wait(60)
+
+
+@pytest.mark.slow
+def test_without_a_free_place_the_job_says_so_and_ends(tmp_path: Path, nodes: Cluster) -> None:
+    manifest(tmp_path / "m.parquet", rows(COUNT))
+    job = Job(tmp_path, nodes, "run.ray_resources={GPU:1}", "run.ray_wait_s=2")
+    assert job.end() == 1, job.words
+    assert "no node of the Ray cluster has GPU: 1 free" in job.words

@@ -40,7 +40,7 @@ def connected() -> Iterator[None]:
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     is_main = threading.current_thread() is threading.main_thread()
     try:
-        ray.init(address="auto", log_to_driver=False, configure_logging=False)
+        ray.init(address="auto", log_to_driver=False, logging_level=logging.CRITICAL)  # `crew` tells who was lost
     except (ConnectionError, RayError, RuntimeError) as error:
         raise FluxbatchError(
             f"run.engine=ray needs a running Ray cluster (ray start, ray job submit, or RAY_ADDRESS): {error}"
@@ -88,7 +88,7 @@ class Crew:
     ) -> None:
         self.members: list[Member] = []
         self.barred: dict[str, FluxbatchError] = {}  # node: why no worker is started there
-        self.ranks: set[int] = set()  # of all who were ever hired
+        self.ranks: set[int] = set()  # of all who were hired; a lost one may live on behind a cut wire, with its logs
         self._order_for, self._is_free, self._load = order_for, is_free, load
         self._resources = dict(resources)
         self._pending: dict[Any, Member] = {}
@@ -129,8 +129,7 @@ class Crew:
         return [node for node in ray.nodes() if node["Alive"] and _places(node["Resources"], self._resources)]
 
     def _start(self, node: Mapping[str, Any]) -> None:
-        taken = {member.rank for member in self.members}
-        rank = next(n for n in itertools.count(1) if n not in taken and self._is_free(n))
+        rank = next(n for n in itertools.count(1) if n not in self.ranks and self._is_free(n))
         strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         actor = self._actor.options(scheduling_strategy=strategy).remote(self._order_for(rank), self._load)
         self.ranks.add(rank)

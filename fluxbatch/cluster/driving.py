@@ -7,11 +7,8 @@ Decides what an answer means for the job; who lives and where is `crew`'s, which
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-import os
 import time
-import uuid
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -248,8 +245,8 @@ class _Told:
 @contextlib.contextmanager
 def _probe_file(folder: RunFolder) -> Iterator[str]:
     """A new file under locks/: who sees it works in the same folder."""
-    path = folder.locks / f"probe-{uuid.uuid4().hex}.json"
-    commit.replace_file(path, json.dumps({"pid": os.getpid()}).encode())
+    path = commit.temporary_sibling(folder.locks / "probe")  # a later start removes what a kill leaves of it
+    commit.replace_file(path, b"")
     try:
         yield path.name
     finally:
