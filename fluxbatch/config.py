@@ -132,6 +132,8 @@ class RunConfig:
     name: str | None = None  # None: the job's name, or the manifest's
     rank: int | None = None
     world_size: int | None = None
+    devices: Any = None  # one process each: all, or a list of GPU indices, UUIDs and cpu
+    max_restarts: int = 3  # of each of those processes, after a lost GPU or a kill
     help_ranks: bool = True  # with open shards, once the own share is done
     engine: str = "local"  # this process; or ray: a worker on each GPU of a Ray cluster
     ray_resources: Any = None  # of a worker, by Ray's names; None: {GPU: 1}, with model.device=cpu its threads
@@ -210,6 +212,12 @@ def _is_text_or_texts(value: Any) -> bool:
     return all(isinstance(part, str) for part in (value if isinstance(value, list) else [value or ""]))
 
 
+def _is_devices(value: Any) -> bool:
+    words = value if isinstance(value, list) else str(value).split(",")
+    device = re.compile(r"(cuda:)?\d+|cpu|(GPU|MIG)-[\w/-]+")
+    return value is None or words == ["all"] or (bool(words) and all(device.fullmatch(str(word)) for word in words))
+
+
 RULES: tuple[Rule, ...] = (
     ("manifest.path", _is_text_or_texts, "must be a path or a list of paths"),
     ("manifest.size_policy", *_one_of("reject", "floor")),
@@ -257,6 +265,8 @@ RULES: tuple[Rule, ...] = (
     ("run.ray_resources", lambda v: v is None or _are_amounts(v), "must be null or amounts > 0 by name, as {GPU: 1}"),
     ("run.ray_wait_s", lambda v: 0 <= v < math.inf, "must be a finite number of seconds >= 0"),
     ("run.max_shard_attempts", *_at_least(1)),
+    ("run.devices", _is_devices, "must be null, all, or a list of GPU indices, UUIDs and cpu (0,1,3)"),
+    ("run.max_restarts", *_at_least(0)),
     ("run.on_change", *_one_of("refuse", "redo")),
     ("run.grace_s", lambda v: 0 <= v < math.inf, "must be a finite number of seconds >= 0"),
     ("run.stage_timeout_s", lambda v: 0 <= v < math.inf, "must be a finite number of seconds >= 0 (0: no limit)"),
@@ -316,6 +326,8 @@ def _check_sizes(cfg: JobConfig) -> None:
 
 
 def _check_ranks(run: RunConfig) -> None:
+    if run.engine == "ray" and run.devices is not None:
+        raise ConfigError(f"run.devices must be null with run.engine=ray, which takes all GPUs, got {run.devices}")
     if run.rank is None and run.world_size is None:
         return
     if run.rank is None or run.world_size is None:

@@ -7,14 +7,13 @@ broken, and then the GPU fields are null.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -159,32 +158,6 @@ class MetricsLog:
         line = batch_line(done, rank=self._rank, wall_s=wall_s) | self._gpu.sample()
         append(self._path, json.dumps(line, allow_nan=False) + "\n", durable=False)  # a crash may shorten a log
         return line
-
-
-class LogFollower:
-    """The lines that all ranks append to their batch logs from now on."""
-
-    def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
-        self._read: dict[Path, int] = {path: path.stat().st_size for path in self._logs()}
-
-    def new_lines(self) -> list[dict[str, Any]]:
-        """Those since the last look; one that is not whole yet comes next time."""
-        return [line for path in self._logs() for line in self._tail(path)]
-
-    def _logs(self) -> list[Path]:
-        return sorted(self._folder.logs.glob("metrics-rank-*.jsonl"))
-
-    def _tail(self, path: Path) -> Iterator[dict[str, Any]]:
-        with open(path, "rb") as file:
-            file.seek(self._read.get(path, 0))
-            whole = file.read().rpartition(b"\n")[0]
-        self._read[path] = self._read.get(path, 0) + (len(whole) + 1 if whole else 0)
-        for text in whole.splitlines():
-            with contextlib.suppress(ValueError):
-                line = json.loads(text)
-                if isinstance(line, dict) and "batch" in line:
-                    yield line
 
 
 def record_start(folder: RunFolder, rank: int, *, gpu: str | None, rows_done: int, batches_to_make: int) -> None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from fluxbatch import commit, config, deal, helping, ledger, preflight, ranks, report
+from fluxbatch import commit, config, deal, helping, ledger, preflight, process, ranks, report
 from fluxbatch.batch_size import Machine, MeasuredSizes
 from fluxbatch.cluster import require_ray
 from fluxbatch.config import JobConfig, RunConfig
@@ -60,6 +61,8 @@ def run_job(cfg: JobConfig, *, load: LoadModel | None = None) -> tuple[RowCounts
     lease = Lease(folder, rank=rank.index, world_size=rank.world_size, superseded=stop.request)
     with stop, lease:
         stop.leave = lease.release
+        if process.is_supervised(os.environ):
+            stop.follow(sys.stdin.fileno())
         log.info("output.dir %s, rank %d of %d", folder.root, rank.index, rank.world_size)
         model = functools.cache(functools.partial(load or _load_model, cfg, rank))
         size_of = _size_of(cfg, rank, model, stop)

@@ -1,4 +1,4 @@
-"""The parts of run.engine=ray that need no cluster: dealing, one worker, the bar over several logs, how it is started."""
+"""The parts of run.engine=ray that need no cluster: dealing, one worker, how it is started."""
 
 import importlib.util
 import json
@@ -20,8 +20,6 @@ from fluxbatch.cluster.worker import Order, Worker, portable, versions
 from fluxbatch.compose import with_config
 from fluxbatch.config import JobConfig
 from fluxbatch.errors import ConfigError, FluxbatchError, ProcessLost, TooManyFailures
-from fluxbatch.folder import RunFolder
-from fluxbatch.metrics import LogFollower
 from fluxbatch.ranks import Rank
 
 JOBS = Path(__file__).parent.parent / "jobs"
@@ -180,25 +178,6 @@ def test_errors_reach_a_driver_that_lacks_their_library() -> None:
 
     assert type(portable(Own(1, 2), root)) is FluxbatchError and str(portable(Own(1, 2), root)) == "1 and 2"
     assert type(portable(TooManyFailures("50 of 50"), root)) is TooManyFailures
-
-
-# The logs of several ranks
-
-
-def test_a_follower_tells_each_new_whole_line_once(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    folder.logs.mkdir()
-    folder.metrics(1).write_text('{"batch": 0}\n')
-    follower = LogFollower(folder)
-    assert follower.new_lines() == [], "what stood there is known"
-    with open(folder.metrics(1), "a") as one, open(folder.metrics(2), "a") as two:
-        one.write('{"batch": 1}\n{"batch": 2')
-        two.write('torn\n{"batch": 3}\n')
-    assert [line["batch"] for line in follower.new_lines()] == [1, 3]
-    assert follower.new_lines() == []
-    with open(folder.metrics(1), "a") as one:
-        one.write("}\n")
-    assert [line["batch"] for line in follower.new_lines()] == [2]
 
 
 # How it is started

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "fluxbatch"
 # Lower ranks know nothing of higher ones; modules of one rank do not import each other unless listed in order.
 RANKS = [
     {"errors", "records", "folder", "process", "tiny"},
-    {"commit", "config", "user_cache"},
+    {"commit", "config", "user_cache", "devices"},
     {"compose", "ranks", "stop", "lease", "job", "plan", "rates"},
     {"rows", "estimate", "batch_size", "row_spool", "deal"},
     {"manifest", "planfile"},
@@ -28,11 +28,11 @@ RANKS = [
     {"page"},
     {"report"},
     {"share", "forecast", "planning"},
-    {"drawing", "helping"},
+    {"drawing", "helping", "crew_view"},
     {"cluster"},
-    {"run"},
+    {"run", "supervisor"},
     {"bench"},
-    {"verbs", "word_verbs"},
+    {"verbs", "word_verbs", "job_script"},
     {"command"},
     {"__main__"},
 ]

@@ -13,17 +13,18 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from fluxbatch import commit, drawing, lease, ledger
+import numpy as np
+
+from fluxbatch import commit, drawing, lease
 from fluxbatch.cluster.crew import Crew, Event, Member, connected
 from fluxbatch.cluster.dealer import Dealer
 from fluxbatch.cluster.worker import Order, versions
 from fluxbatch.config import JobConfig
+from fluxbatch.crew_view import CrewView
 from fluxbatch.drawing import LoadModel
 from fluxbatch.errors import ConfigError, FluxbatchError, ProcessLost
 from fluxbatch.folder import RunFolder
-from fluxbatch.metrics import LogFollower
-from fluxbatch.progress import Progress
-from fluxbatch.records import RowCounts, ShardPlan
+from fluxbatch.records import ShardPlan
 from fluxbatch.share import Share
 from fluxbatch.stop import Stop
 
@@ -55,9 +56,7 @@ class RayDrawing:
         Raises FluxbatchError for shards that cannot be made, once the others are; at once for what no shard can do
         without: a model that does not load, a node's refusal where it is the last, a full disk.
         """
-        before = ledger.row_counts(self._folder, self._share.plan, self._share.ledger)
-        order = sorted(work, key=lambda shard: -self._work_left(shard))  # a long one must not begin last
-        dealer = Dealer((shard.index for shard in order), max_attempts=self._cfg.run.max_shard_attempts)
+        dealer = Dealer(self._longest_first(work), max_attempts=self._cfg.run.max_shard_attempts)
         with connected(), _probe_file(self._folder) as probe:
             crew = Crew(
                 lambda rank: self._order(rank, probe),
@@ -66,8 +65,8 @@ class RayDrawing:
                 load=self._load,
             )
             try:
-                with contextlib.closing(crew), self._progress(work, before) as progress:
-                    self._deal(dealer, crew, _Told(progress, self._folder, self._cfg))
+                with contextlib.closing(crew), CrewView(self._folder, self._cfg.telemetry) as view:
+                    self._deal(dealer, crew, _View(view, self._folder, self._cfg))
             finally:
                 for rank in crew.ranks:  # the places of those who were ended
                     self._folder.lease(rank).unlink(missing_ok=True)
@@ -76,8 +75,14 @@ class RayDrawing:
             raise FluxbatchError(dealer.sentence())
         drawing.remember_rates(self._share, min(self._gpus, default=None))
 
-    def _work_left(self, shard: ShardPlan) -> int:
-        return sum(batch.bucket.work * batch.num_rows for batch in self._share.missing_batches([shard]))
+    def _longest_first(self, work: list[ShardPlan]) -> list[int]:
+        """By what the plan predicts of the batches that are left: a long shard must not be begun last."""
+        costs = np.concatenate([part.shard_costs() for part in self._share.plan.parts])
+        left = {
+            shard.index: costs[shard.index] * len(self._share.missing[shard.index]) / len(shard.batches)
+            for shard in work
+        }
+        return sorted(left, key=lambda index: -left[index])
 
     def _order(self, rank: int, probe: str) -> Order:
         return Order(asdict(self._cfg), str(self._folder.root), rank, probe, versions(), str(Path.cwd()))
@@ -86,20 +91,10 @@ class RayDrawing:
         owner = lease.read_owner(self._folder.lease(rank))
         return owner is None or not lease.is_live(owner)
 
-    def _progress(self, work: list[ShardPlan], before: RowCounts) -> Progress:
-        missing = list(self._share.missing_batches(work))
-        return Progress(
-            self._cfg.telemetry,
-            total=before.rows - before.rejected,
-            done=before.written + before.failed,
-            work={batch.bucket.name: batch.bucket.work for batch in missing},
-            work_left=sum(batch.bucket.work * batch.num_rows for batch in missing),
-        )
-
-    def _deal(self, dealer: Dealer, crew: Crew, told: _Told) -> None:
+    def _deal(self, dealer: Dealer, crew: Crew, view: _View) -> None:
         while not dealer.is_over:
             if self._stop.requested():
-                self._drain(dealer, crew, told)
+                self._drain(dealer, crew, view)
                 return
             crew.hire(dealer.num_waiting - sum(member.state != "busy" for member in crew.members))
             for member in crew.idle:
@@ -109,16 +104,16 @@ class RayDrawing:
             self._require_workers(crew)
             for event in crew.wait(POLL_S):
                 self._take(event, dealer, crew)
-            told.look()
+            view.look()
 
-    def _drain(self, dealer: Dealer, crew: Crew, told: _Told) -> None:
+    def _drain(self, dealer: Dealer, crew: Crew, view: _View) -> None:
         """Those at work finish what is in flight; when the grace is over, `Stop` ends this process and so theirs."""
         dealer.stop()
         crew.stop_all(self._stop.reason or "the driver stops")
         while any(member.state == "busy" for member in crew.members):
             for event in crew.wait(POLL_S):
                 self._take(event, dealer, crew)
-            told.look()
+            view.look()
 
     def _require_workers(self, crew: Crew) -> None:
         """No cluster without a worker is waited for longer than run.ray_wait_s."""
@@ -226,17 +221,15 @@ class RayDrawing:
             time.sleep(POLL_S)
 
 
-class _Told:
-    """One bar over the batch logs of all workers."""
+class _View:
+    """What a person sees of all workers, and now and then Prometheus."""
 
-    def __init__(self, progress: Progress, folder: RunFolder, cfg: JobConfig) -> None:
-        self._progress, self._folder, self._cfg = progress, folder, cfg
-        self._follower = LogFollower(folder)
+    def __init__(self, view: CrewView, folder: RunFolder, cfg: JobConfig) -> None:
+        self._view, self._folder, self._cfg = view, folder, cfg
         self._told_s = time.monotonic()
 
     def look(self) -> None:
-        for line in self._follower.new_lines():
-            self._progress.update(line)
+        self._view.look()
         if time.monotonic() - self._told_s >= self._cfg.telemetry.interval_s:
             drawing.tell_prometheus(self._folder, self._cfg)
             self._told_s = time.monotonic()
