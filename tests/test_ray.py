@@ -1,11 +1,15 @@
 """run.engine=ray on real clusters: nodes that die and join, shards and models that fail, drivers that are stopped."""
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +24,7 @@ from fluxbatch import process
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'fluxbatch[ray]'")
 
-from ray_cluster import OBJECT_STORE_BYTES, Cluster, cluster
+from ray_cluster import OBJECT_STORE_BYTES, QUICK, Cluster, cluster
 
 COUNT = 60  # rows, in six shards of three batches
 ON_RAY = ("run.engine=ray", "run.ray_resources={place:1}", "telemetry.progress=lines", "telemetry.interval_s=1")
@@ -228,3 +232,60 @@ def test_without_a_free_place_the_job_says_so_and_ends(tmp_path: Path, nodes: Cl
     job = Job(tmp_path, nodes, "run.ray_resources={GPU:1}", "run.ray_wait_s=2")
     assert job.end() == 1, job.words
     assert "no node of the Ray cluster has GPU: 1 free" in job.words
+
+
+@contextmanager
+def head_with_dashboard(folder: Path) -> Iterator[dict[str, str]]:
+    """A cluster of one node that takes submitted jobs; yields the environment of who submits one."""
+    tools = Path(sys.executable).parent
+    environ = {**os.environ, **QUICK, "PATH": f"{tools}:{os.environ['PATH']}", "RAY_AUTH_MODE": "disabled"}
+    environ.pop("RAY_ADDRESS", None)
+    ports = free_ports(2)
+    start = [f"{tools}/ray", "start", "--head", "--block", "--num-cpus=1", f"--port={ports[0]}",
+             "--include-dashboard=true", "--dashboard-host=127.0.0.1", f"--dashboard-port={ports[1]}",
+             f"--object-store-memory={OBJECT_STORE_BYTES}", f"--temp-dir={folder}"]  # fmt: skip
+    with open(folder / "words", "w") as words:
+        process = subprocess.Popen(start, env=environ, stdout=words, stderr=words)
+    try:
+        await_dashboard(ports[1], process)
+        yield {**environ, "RAY_ADDRESS": f"http://127.0.0.1:{ports[1]}"}
+    finally:
+        process.terminate()  # never `ray stop`, which ends every cluster of this machine
+        process.wait(60)
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def await_dashboard(port: int, process: subprocess.Popen[bytes]) -> None:
+    until_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < until_s:
+        assert process.poll() is None, "the head ended"
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/api/jobs/", timeout=5):
+            return
+        time.sleep(0.5)
+    raise AssertionError("the dashboard never answered")
+
+
+@pytest.mark.slow
+def test_a_submitted_job_draws_with_the_embedded_model_and_its_own_exit_code_comes_back(tmp_path: Path) -> None:
+    content = [{"id": f"{n}", "prompt": "a red circle"} for n in range(7)] + [{"id": "blank", "prompt": " "}]
+    manifest(tmp_path / "m.parquet", content)
+    place = ["manifest.path=" + str(tmp_path / "m.parquet"), f"output.dir={tmp_path}/run", "model=tiny"]
+    small = ["model.device=cpu", "sampler.num_inference_steps=2", "plan.batch_size=2", "plan.shard_size=4"]
+    with tempfile.TemporaryDirectory(prefix="ray") as short, head_with_dashboard(Path(short)) as environ:
+        done = subprocess.run(
+            ["bash", str(TESTS.parent / "jobs" / "ray_submit.sh"), *place, *small],
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=400,
+        )
+    assert done.returncode == 4, done.stdout + done.stderr  # a rejected row; `ray job submit` would say 1
+    assert "written: 7" in done.stdout
+    assert sound(tmp_path / "run").written == 7
