@@ -4,7 +4,7 @@ import importlib.util
 import json
 import logging
 import shlex
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +71,10 @@ class Site:
             do(settings(folder), interrupted)
         self.root = folder / "run"
         (self.root / "locks" / "probe.json").touch()
-        self.settings = asdict(composed(*settings(folder), *overrides))
+        self.cfg = composed(*settings(folder), *overrides)
 
     def order(self, **changes: Any) -> Order:
-        order = Order(self.settings, str(self.root), 1, "probe.json", versions(), str(self.root))
+        order = Order(self.cfg, str(self.root), 1, "probe.json", versions(), str(self.root))
         return replace(order, **changes)
 
     def worker(self, model: FakeModel | None = None, **changes: Any) -> Worker:

@@ -41,7 +41,7 @@ def connected() -> Iterator[None]:
     is_main = threading.current_thread() is threading.main_thread()
     try:
         ray.init(address="auto", log_to_driver=False, logging_level=logging.CRITICAL)  # `crew` tells who was lost
-    except (ConnectionError, RayError, RuntimeError) as error:
+    except (ConnectionError, RayError, RuntimeError, ValueError) as error:
         raise FluxbatchError(
             f"run.engine=ray needs a running Ray cluster (ray start, ray job submit, or RAY_ADDRESS): {error}"
         ) from error
@@ -58,12 +58,16 @@ class Member:
     """One worker. `state`: joining, loading, idle, busy."""
 
     actor: Any
-    node: str
-    name: str
+    node: str  # Ray's id
+    host: str
     rank: int
     state: str = "joining"
     shard: int | None = None
     failed: set[int] = field(default_factory=set)  # shards in a row of which nothing came
+
+    @property
+    def name(self) -> str:
+        return f"{self.host} worker {self.rank}"
 
 
 @dataclass(frozen=True)
@@ -131,9 +135,9 @@ class Crew:
     def _start(self, node: Mapping[str, Any]) -> None:
         rank = next(n for n in itertools.count(1) if n not in self.ranks and self._is_free(n))
         strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        actor = self._actor.options(scheduling_strategy=strategy).remote(self._order_for(rank), self._load)
+        actor: Any = self._actor.options(scheduling_strategy=strategy).remote(self._order_for(rank), self._load)
         self.ranks.add(rank)
-        member = Member(actor, node["NodeID"], f"{node['NodeManagerHostname']} worker {rank}", rank)
+        member = Member(actor, node["NodeID"], node["NodeManagerHostname"], rank)
         self.members.append(member)
         self._pending[actor.join.remote()] = member
 
@@ -159,8 +163,8 @@ class Crew:
         try:
             answer = ray.get(reference)
         except RayError as error:
-            self._lose(member, _first_line(error))
-            return Event(member, None, f"{member.name} was lost: {_first_line(error)}")
+            self._lose(member, _sentence(error))
+            return Event(member, None, f"{member.name} was lost: {_sentence(error)}")
         for level, words in answer.said:
             log.log(level, "%s: %s", member.name, words)
         return Event(member, answer)
@@ -170,7 +174,7 @@ class Crew:
         if member.state in ("joining", "loading"):
             self._deaths[member.node] += 1
         if self._deaths[member.node] >= DEATHS_BEFORE_WORK:
-            told = f"{DEATHS_BEFORE_WORK} workers died on {member.name.split()[0]} before they could draw: {why}"
+            told = f"node {member.host} is left out: {DEATHS_BEFORE_WORK} workers died before they could draw: {why}"
             self.bar(member, FluxbatchError(told))
 
     def bar(self, member: Member, why: FluxbatchError) -> None:
@@ -220,5 +224,7 @@ def _places(offered: Mapping[str, float], resources: Mapping[str, float]) -> int
     return min(int(offered.get(name, 0) / number + 1e-6) for name, number in resources.items())
 
 
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+def _sentence(error: Exception) -> str:
+    """Of Ray's many lines the first; the last, which names the exception, where an actor could not even begin."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return lines[-1] if "creation task" in lines[0] else lines[0]

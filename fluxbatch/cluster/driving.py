@@ -10,7 +10,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +31,7 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.5
 LEDGER_S = 90.0  # NFS may show a ledger that another node has begun a minute late
-FAILED_SHARDS = 3  # different ones in a row of which a worker brings nothing: it is its node's fault
+FAILED_SHARDS = 3  # different ones in a row, on a node that has never made one: it is the node's fault
 
 
 class RayDrawing:
@@ -42,7 +41,9 @@ class RayDrawing:
         self._share, self._load, self._stop = share, load, stop
         self._cfg, self._folder = share.cfg, share.folder
         self._gpus: set[str] = set()
-        self._alone_since_s = time.monotonic()
+        self._places: set[int] = set()  # ranks that our workers took
+        self._proven: set[str] = set()  # nodes that have made a shard
+        self._alone_since_s = 0.0
 
     def __enter__(self) -> RayDrawing:
         return self
@@ -56,6 +57,7 @@ class RayDrawing:
         Raises FluxbatchError for shards that cannot be made, once the others are; at once for what no shard can do
         without: a model that does not load, a node's refusal where it is the last, a full disk.
         """
+        self._alone_since_s = time.monotonic()
         dealer = Dealer(self._longest_first(work), max_attempts=self._cfg.run.max_shard_attempts)
         with connected(), _probe_file(self._folder) as probe:
             crew = Crew(
@@ -68,7 +70,7 @@ class RayDrawing:
                 with contextlib.closing(crew), CrewView(self._folder, self._cfg.telemetry) as view:
                     self._deal(dealer, crew, _View(view, self._folder, self._cfg))
             finally:
-                for rank in crew.ranks:  # the places of those who were ended
+                for rank in self._places:  # of those who were ended
                     self._folder.lease(rank).unlink(missing_ok=True)
         self._await_ledger(dealer.done)
         if dealer.given_up:
@@ -85,7 +87,7 @@ class RayDrawing:
         return sorted(left, key=lambda index: -left[index])
 
     def _order(self, rank: int, probe: str) -> Order:
-        return Order(asdict(self._cfg), str(self._folder.root), rank, probe, versions(), str(Path.cwd()))
+        return Order(self._cfg, str(self._folder.root), rank, probe, versions(), str(Path.cwd()))
 
     def _is_free(self, rank: int) -> bool:
         owner = lease.read_owner(self._folder.lease(rank))
@@ -137,9 +139,10 @@ class RayDrawing:
         elif answer.state == "busy":
             crew.dismiss(member)  # another copy of this job was quicker; the next one gets another number
         elif answer.state == "refused":
-            crew.bar(member, ConfigError(f"node {member.name.split()[0]} is left out: {answer.error}"))
+            crew.bar(member, ConfigError(f"node {member.host} is left out: {answer.error}"))
             crew.dismiss(member)
         elif member.state == "joining" and answer.error is None:
+            self._places.add(member.rank)
             crew.prepare(member)
         elif member.state in ("joining", "loading"):
             self._loaded(event)
@@ -148,7 +151,7 @@ class RayDrawing:
 
     def _lost(self, event: Event, dealer: Dealer) -> None:
         log.warning("%s", event.why)
-        self._folder.lease(event.member.rank).unlink(missing_ok=True)  # it cannot give it back itself
+        self._clear_place(event.member)
         if event.member.shard is not None:
             self._put_back(event.member, event.why, dealer)
 
@@ -173,6 +176,7 @@ class RayDrawing:
             dealer.finish(shard)
             self._share.missing.pop(shard, None)
             member.shard, member.failed = None, set()
+            self._proven.add(member.node)
         elif answer.state == "stopped":
             self._put_back(member, "it was stopped", dealer)
         elif answer.ends_job:
@@ -191,11 +195,16 @@ class RayDrawing:
             member.failed = set()
         else:
             member.failed.add(shard)
-        if len(member.failed) >= FAILED_SHARDS:
-            told = f"node {member.name.split()[0]} is left out: {FAILED_SHARDS} shards in a row failed there ({why})"
+        if len(member.failed) >= FAILED_SHARDS and member.node not in self._proven:
+            told = f"node {member.host} is left out: the first {FAILED_SHARDS} shards all failed there ({why})"
             crew.bar(member, FluxbatchError(told))
         if isinstance(answer.error, ProcessLost) or member.node in crew.barred:
             crew.dismiss(member)
+            self._clear_place(member)
+
+    def _clear_place(self, member: Member) -> None:
+        """One that was ended cannot give its place back itself."""
+        if member.rank in self._places:
             self._folder.lease(member.rank).unlink(missing_ok=True)
 
     def _put_back(self, member: Member, why: str, dealer: Dealer) -> bool:

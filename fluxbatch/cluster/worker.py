@@ -15,9 +15,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from fluxbatch import __version__, drawing, errors, job
+from fluxbatch.config import JobConfig
 from fluxbatch.drawing import Drawing, LoadModel
 from fluxbatch.errors import FluxbatchError, FolderBusyError, Interrupted
 from fluxbatch.folder import RunFolder
@@ -35,9 +35,9 @@ PROBE_S = 5.0  # a network file system may show a new file that late
 
 @dataclass(frozen=True)
 class Order:
-    """What a worker is told once: plain values, for it may run another version."""
+    """What a worker is told once."""
 
-    settings: dict[str, Any]
+    cfg: JobConfig  # resolved: no worker composes settings
     root: str
     rank: int
     probe: str  # a file that the driver has just made in the folder
@@ -99,8 +99,8 @@ class Worker:
             raise _Refused(refusal)
         with contextlib.suppress(OSError):
             os.chdir(self._order.directory)
-        cfg = job.recorded_config({"settings": self._order.settings})
-        cfg.telemetry = replace(cfg.telemetry, progress="off", prometheus_textfile=None)  # the driver tells
+        telemetry = replace(self._order.cfg.telemetry, progress="off", prometheus_textfile=None)  # the driver tells
+        cfg = replace(self._order.cfg, telemetry=telemetry)
         stop = self._stop = self._open.enter_context(Stop(grace_s=cfg.run.grace_s))
         lease = Lease(folder, rank=self._rank.index, world_size=1, superseded=stop.request)
         try:
