@@ -136,7 +136,7 @@ class RunConfig:
     max_restarts: int = 3  # of each of those processes, after a lost GPU or a kill
     help_ranks: bool = True  # with open shards, once the own share is done
     engine: str = "local"  # this process; or ray: a worker on each GPU of a Ray cluster
-    ray_resources: Any = None  # of a worker, by Ray's names; None: {GPU: 1}, with model.device=cpu its threads
+    ray_resources: str | None = None  # of a worker, as GPU:0.5,CPU:4; None: GPU:1, with model.device=cpu CPU:threads
     ray_wait_s: float = 1800.0  # how long a cluster without a free GPU is waited for
     max_shard_attempts: int = 3  # on Ray: in a row that bring no batch
     retry_failed: bool = False
@@ -203,9 +203,17 @@ def _dtype_or_null(value: Any) -> bool:
     return value is None or value in DTYPES
 
 
-def _are_amounts(value: Any) -> bool:
-    amounts = list(value.values()) if isinstance(value, dict) else []
-    return bool(amounts) and all(isinstance(n, int | float) and 0 < n < math.inf for n in amounts)
+def _are_amounts(text: str) -> bool:
+    try:
+        return all(name and 0 < number < math.inf for name, number in amounts(text).items())
+    except ValueError:
+        return False
+
+
+def amounts(text: str) -> dict[str, float]:
+    """`GPU:0.5,CPU:4` by name; ValueError where one is no number."""
+    parts = (part.rpartition(":") for part in text.split(","))
+    return {name.strip(): float(number) for name, _, number in parts}
 
 
 def _is_text_or_texts(value: Any) -> bool:
@@ -262,7 +270,11 @@ RULES: tuple[Rule, ...] = (
     ("output.png_level", lambda v: _is_int(v, 0, 9), "must be a whole number from 0 to 9"),
     ("output.row_group_mib", lambda v: _is_int(v, 1, 99), "must be a whole number from 1 to 99"),
     ("run.engine", *_one_of("local", "ray")),
-    ("run.ray_resources", lambda v: v is None or _are_amounts(v), "must be null or amounts > 0 by name, as {GPU: 1}"),
+    (
+        "run.ray_resources",
+        lambda v: v is None or _are_amounts(v),
+        "must be null or amounts > 0 by name: GPU:1,CPU:4",
+    ),
     ("run.ray_wait_s", lambda v: 0 <= v < math.inf, "must be a finite number of seconds >= 0"),
     ("run.max_shard_attempts", *_at_least(1)),
     ("run.devices", _is_devices, "must be null, all, or a list of GPU indices, UUIDs and cpu (0,1,3)"),

@@ -68,8 +68,12 @@ def run_job(cfg: JobConfig, *, load: LoadModel | None = None) -> tuple[RowCounts
         size_of = _size_of(cfg, rank, model, stop)
         planned = plan_job(folder, cfg, rank, lease, size_of=size_of, earlier=earlier, check=stop.check)
         share = Share(folder, planned.plan, planned.ledger, cfg, rank, lease)
+        dealt = deal.shards_of(share.plan.parts, rank.index, rank.world_size)
+        if not dealt:
+            log.warning("rank %d has no shard: there are fewer than ranks (plan.shard_size=%d)",
+                        rank.index, cfg.plan.shard_size)  # fmt: skip
         with share, _drawing(share, model, stop, load) as drawing:
-            make_shards(share, deal.shards_of(share.plan.parts, rank.index, rank.world_size), drawing, stop)
+            make_shards(share, dealt, drawing, stop)
             while cfg.run.help_ranks and not stop.requested() and (more := helping.next_shards(share)):
                 make_shards(share, more, drawing, stop)
         counts = _finish(share, planned)

@@ -199,7 +199,7 @@ def test_a_rank_or_a_client_cannot_drive(monkeypatch: pytest.MonkeyPatch) -> Non
         require_ray(composed("run.engine=ray"), Rank())
 
 
-@pytest.mark.parametrize("value", ["{}", "{GPU:0}", "{GPU:many}", "2"])
+@pytest.mark.parametrize("value", ["''", "GPU:0", "GPU:many", "GPU", ":1", "GPU:1,"])
 def test_resources_must_be_amounts(value: str) -> None:
     with pytest.raises(ConfigError, match=r"run\.ray_resources must be null or amounts > 0 by name"):
         config.check(composed(f"run.ray_resources={value}"))

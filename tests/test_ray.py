@@ -13,8 +13,10 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import Faults
 from forge import TESTS
@@ -26,8 +28,10 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install 'fluxbatch[
 
 from ray_cluster import OBJECT_STORE_BYTES, QUICK, Cluster, cluster
 
+from fluxbatch.cluster.driving import RayDrawing
+
 COUNT = 60  # rows, in six shards of three batches
-ON_RAY = ("run.engine=ray", "run.ray_resources={place:1}", "telemetry.progress=lines", "telemetry.interval_s=1")
+ON_RAY = ("run.engine=ray", "run.ray_resources=place:1", "telemetry.progress=lines", "telemetry.interval_s=1")
 PATIENCE_S = 180
 
 
@@ -199,7 +203,7 @@ def test_a_node_that_does_not_see_the_run_folder_is_left_out_by_name(
     manifest(tmp_path / "m.parquet", rows(COUNT))
     (tmp_path / "run").mkdir()
     with blind_node(nodes, tmp_path / "run"):
-        job = Job(tmp_path, nodes, "run.ray_resources={blind:1}")
+        job = Job(tmp_path, nodes, "run.ray_resources=place:1,blind:1")
         assert job.end() == 2, job.words
         assert "is left out: it does not see output.dir" in job.words
         job = Job(tmp_path, nodes)
@@ -229,9 +233,9 @@ def blind_node(nodes: Cluster, hidden: Path) -> Iterator[None]:
 @pytest.mark.slow
 def test_without_a_free_place_the_job_says_so_and_ends(tmp_path: Path, nodes: Cluster) -> None:
     manifest(tmp_path / "m.parquet", rows(COUNT))
-    job = Job(tmp_path, nodes, "run.ray_resources={GPU:1}", "run.ray_wait_s=2")
+    job = Job(tmp_path, nodes, "run.ray_resources=GPU:1", "run.ray_wait_s=2")
     assert job.end() == 1, job.words
-    assert "no node of the Ray cluster has GPU: 1 free" in job.words
+    assert "no node of the Ray cluster has GPU:1 free" in job.words
 
 
 @contextmanager
@@ -289,3 +293,15 @@ def test_a_submitted_job_draws_with_the_embedded_model_and_its_own_exit_code_com
     assert done.returncode == 4, done.stdout + done.stderr  # a rejected row; `ray job submit` would say 1
     assert "written: 7" in done.stdout
     assert sound(tmp_path / "run").written == 7
+
+
+def test_the_longest_shard_by_what_it_misses_is_dealt_first() -> None:
+    class Part:
+        def shard_costs(self) -> np.ndarray:
+            return np.array([100, 400, 300])
+
+    plan = SimpleNamespace(parts=[Part(), Part()])
+    missing = {0: {0, 1}, 1: {2}, 4: {8, 9}, 5: {10, 11}}  # of two batches each
+    share = SimpleNamespace(plan=plan, missing=missing, cfg=None, folder=None)
+    work = [SimpleNamespace(index=index, batches=(None, None)) for index in missing]
+    assert RayDrawing(share, None, None)._longest_first(work) == [4, 5, 1, 0]

@@ -66,6 +66,12 @@ class Job:
         batches = self.folder / "run" / "batches"
         until(lambda: len(list(batches.glob("batch-*"))) >= number, f"{number} batches\n{self.log()}", 120)
 
+    def wait_for_ranks(self, number: int) -> None:
+        """A signal before Python has read its first line ends a process by that signal."""
+        locks = self.folder / "run" / "locks"
+        until(lambda: len(list(locks.glob("rank-*"))) == number, f"{number} ranks\n{self.log()}", 120)
+        self.wait_for_batches()
+
     def log(self) -> str:
         return "\n".join(path.read_text() for path in sorted(self.folder.glob("log-*")))
 
@@ -115,14 +121,14 @@ def test_the_tasks_of_one_job_drain_together_go_on_and_end_at_once(
 ) -> None:
     job = Job(slurm, tmp_path, "--tasks", "3")
     cancelled = job.submit()
-    job.wait_for_batches(2)
+    job.wait_for_ranks(3)
     slurm.command("scancel", cancelled)
     slurm.wait_for(cancelled, "CANCELLED", "FAILED")
     until(lambda: job.log().count("SIGTERM: finishing what is in flight") == 3, job.log(), 30)
     assert slurm.restarts(cancelled) == 0
 
     again = job.submit()
-    job.wait_for_batches(4)
+    job.wait_for_ranks(3)
     slurm.command("scancel", "--batch", "--signal=USR1", again)
     faults.signal(2)
     until(lambda: slurm.restarts(again) == 1, f"the requeue\n{job.log()}", 60)
@@ -137,7 +143,7 @@ def test_the_tasks_of_one_job_drain_together_go_on_and_end_at_once(
 def test_a_requeue_by_hand_goes_on(slurm: Cluster, tmp_path: Path, faults: Faults) -> None:
     job = Job(slurm, tmp_path, "--array", "2")
     number = job.submit()
-    job.wait_for_batches(2)
+    job.wait_for_ranks(2)
     slurm.command("scontrol", "requeue", f"{number}_1")
     faults.signal()
     until(lambda: slurm.restarts(f"{number}_1") == 1, f"the requeue\n{job.log()}", 60)
@@ -151,7 +157,7 @@ def test_a_requeue_by_hand_goes_on(slurm: Cluster, tmp_path: Path, faults: Fault
 def test_a_preempted_job_goes_on_when_the_urgent_one_is_done(slurm: Cluster, tmp_path: Path, faults: Faults) -> None:
     job = Job(slurm, tmp_path, "--array", "2")
     number = job.submit()
-    job.wait_for_batches(2)
+    job.wait_for_ranks(2)
     urgent = slurm.submit("-p", "urgent", "-N2", "--gpus-per-node=2", "--wrap", "sleep 2", "-o", "/dev/null")
     until(
         lambda: slurm.restarts(f"{number}_0") == slurm.restarts(f"{number}_1") == 1, f"both preempted\n{job.log()}", 90

@@ -18,7 +18,7 @@ from fluxbatch import commit, drawing, lease
 from fluxbatch.cluster.crew import Crew, Event, Member, connected
 from fluxbatch.cluster.dealer import Dealer
 from fluxbatch.cluster.worker import Order, versions
-from fluxbatch.config import JobConfig
+from fluxbatch.config import JobConfig, amounts
 from fluxbatch.crew_view import CrewView
 from fluxbatch.drawing import LoadModel
 from fluxbatch.errors import ConfigError, FluxbatchError, ProcessLost
@@ -258,9 +258,9 @@ def _probe_file(folder: RunFolder) -> Iterator[str]:
 def worker_resources(cfg: JobConfig) -> dict[str, float]:
     """What one worker asks of its node: a GPU, or on the CPU its threads, where `run.ray_resources` is silent."""
     if cfg.run.ray_resources:
-        return dict(cfg.run.ray_resources)
+        return amounts(cfg.run.ray_resources)
     return {"CPU": float(cfg.model.cpu_threads)} if cfg.model.device == "cpu" else {"GPU": 1.0}
 
 
 def _told_resources(cfg: JobConfig) -> str:
-    return ", ".join(f"{name}: {number:g}" for name, number in worker_resources(cfg).items())
+    return ",".join(f"{name}:{number:g}" for name, number in worker_resources(cfg).items())
