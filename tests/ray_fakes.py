@@ -17,14 +17,14 @@ from fluxbatch.ranks import Rank
 
 
 class Marking(FakeModel):
-    """Leaves a file PID for its worker when it has drawn `mark_at` batches, and takes `slow_s` for each launch.
+    """Leaves a file PID for its worker at its batch number `mark_at`; with `hold` it stays there until a file `go` comes.
 
     A prompt with the word poison raises an error; one with the word deadly ends the worker's process.
     """
 
     marks: Path
-    slow_s: float
     mark_at: int
+    hold: bool
 
     def tokenize(self, prompts: Sequence[str]) -> Tokens:
         if any("deadly" in prompt for prompt in prompts):
@@ -36,13 +36,17 @@ class Marking(FakeModel):
     def decode(self, *arguments: Any, **options: Any) -> Any:
         if self.calls["decode"] == self.mark_at:
             (self.marks / str(os.getpid())).touch()
-        time.sleep(self.slow_s)
+            while self.hold and not (self.marks / "go").exists():
+                time.sleep(0.05)
         return super().decode(*arguments, **options)
 
 
-def load(cfg: JobConfig, rank: Rank, *, marks: str, slow_s: float = 0.0, mark_at: int = 1) -> Marking:
-    model = Marking()
-    model.marks, model.slow_s, model.mark_at = Path(marks), slow_s, mark_at
+def load(cfg: JobConfig, rank: Rank, *, marks: str, mark_at: int = 1, hold: bool = False) -> Marking:
+    return _made(Marking(), marks, mark_at, hold)
+
+
+def _made(model: Marking, marks: str, mark_at: int, hold: bool) -> Marking:
+    model.marks, model.mark_at, model.hold = Path(marks), mark_at, hold
     return model
 
 
@@ -54,9 +58,7 @@ class Forgiving(Marking):
 
 
 def load_forgiving(cfg: JobConfig, rank: Rank, *, marks: str) -> Marking:
-    model = Forgiving()
-    model.marks, model.slow_s, model.mark_at = Path(marks), 0.0, 1
-    return model
+    return _made(Forgiving(), marks, mark_at=1, hold=False)
 
 
 def load_nothing(cfg: JobConfig, rank: Rank, *, marks: str) -> Marking:

@@ -7,8 +7,10 @@ again, and none waits for a GPU that is gone. Nothing is retried by Ray. Knows n
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import logging
+import re
 import signal
 import threading
 import time
@@ -48,9 +50,20 @@ def connected() -> Iterator[None]:
     for number, handler in handlers.items() if is_main else ():
         signal.signal(number, handler)  # Ray's own would end the process
     try:
-        yield
+        with contextlib.redirect_stdout(_RayWords()):
+            yield
     finally:
         ray.shutdown()
+
+
+class _RayWords(io.TextIOBase):
+    """What Ray prints on our standard output: pages for each node that is lost, of which the first line will do."""
+
+    def write(self, text: str) -> int:
+        line = re.sub(r"\x1b\[[0-9;]*m", "", text).strip().partition("\n")[0]
+        if line:
+            log.info("ray: %.200s", line)
+        return len(text)
 
 
 @dataclass(eq=False)
