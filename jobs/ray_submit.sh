@@ -6,13 +6,19 @@ id="fluxbatch-$(date -u +%Y%m%dT%H%M%SZ)-$$"   # Ray takes a submission id once
 
 trap 'ray job stop --no-wait "$id"' TERM INT USR1   # the driver gets SIGTERM: it drains, and we follow it to its end
 ray job submit --submission-id "$id" -- python -m fluxbatch "$@" run.engine=ray & follower=$!
-while kill -0 "$follower" 2>/dev/null; do wait "$follower"; done   # a trap interrupts wait
+rc=0; wait "$follower" || rc=$?
+while kill -0 "$follower" 2>/dev/null; do rc=0; wait "$follower" || rc=$?; done   # a trap interrupts wait
 
-python - "$id" <<'PYTHON'
+code="$(python - "$id" <<'PYTHON'
 import sys
 
 from ray.job_submission import JobSubmissionClient
 
-code = JobSubmissionClient().get_job_info(sys.argv[1]).driver_exit_code
-sys.exit(1 if code is None else code if code >= 0 else 128 - code)
+try:
+    code = JobSubmissionClient().get_job_info(sys.argv[1]).driver_exit_code
+except RuntimeError:  # it was never taken: what `ray job submit` said stands
+    code = None
+print("" if code is None else code if code >= 0 else 128 - code)
 PYTHON
+)"
+exit "${code:-$rc}"

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -262,8 +261,9 @@ def head_with_dashboard(folder: Path) -> Iterator[dict[str, str]]:
     with open(folder / "words", "w") as words:
         process = subprocess.Popen(start, env=environ, stdout=words, stderr=words)
     try:
-        await_dashboard(ports[1], process)
-        yield {**environ, "RAY_ADDRESS": f"http://127.0.0.1:{ports[1]}"}
+        address = f"http://127.0.0.1:{ports[1]}"
+        await_agent(address, process)
+        yield {**environ, "RAY_ADDRESS": address}
     finally:
         process.terminate()  # never `ray stop`, which ends every cluster of this machine
         process.wait(60)
@@ -277,18 +277,25 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def await_dashboard(port: int, process: subprocess.Popen[bytes]) -> None:
+def await_agent(address: str, process: subprocess.Popen[bytes]) -> None:
+    """Until a job is taken: the dashboard answers before the agent that starts jobs does."""
+    from ray.job_submission import JobSubmissionClient
+
     until_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < until_s:
         assert process.poll() is None, "the head ended"
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/api/jobs/", timeout=5):
+        with contextlib.suppress(RuntimeError, ConnectionError):
+            JobSubmissionClient(address).submit_job(entrypoint="true")
             return
-        time.sleep(0.5)
-    raise AssertionError("the dashboard never answered")
+        time.sleep(1)
+    raise AssertionError("the cluster never took a job")
 
 
 @pytest.mark.slow
-def test_a_submitted_job_draws_with_the_embedded_model_and_its_own_exit_code_comes_back(tmp_path: Path) -> None:
+def test_a_submitted_job_draws_with_the_embedded_model_and_its_own_exit_code_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     content = [{"id": f"{n}", "prompt": "a red circle"} for n in range(7)] + [{"id": "blank", "prompt": " "}]
     manifest(tmp_path / "m.parquet", content)
     place = ["manifest.path=" + str(tmp_path / "m.parquet"), f"output.dir={tmp_path}/run", "model=tiny"]
