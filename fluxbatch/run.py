@@ -69,7 +69,7 @@ def run_job(cfg: JobConfig, *, load: LoadModel | None = None) -> tuple[RowCounts
         planned = plan_job(folder, cfg, rank, lease, size_of=size_of, earlier=earlier, check=stop.check)
         share = Share(folder, planned.plan, planned.ledger, cfg, rank, lease)
         dealt = deal.shards_of(share.plan.parts, rank.index, rank.world_size)
-        if not dealt:
+        if not dealt and rank.world_size > 1:
             log.warning("rank %d has no shard: there are fewer than ranks (plan.shard_size=%d)",
                         rank.index, cfg.plan.shard_size)  # fmt: skip
         with share, _drawing(share, model, stop, load) as drawing:

@@ -19,5 +19,6 @@ trap 'kill -TERM "$child" 2>/dev/null' TERM              # scancel or preemption
 "$PYTHON" -m fluxbatch "${SETTINGS[@]}" run.rank="$SLURM_ARRAY_TASK_ID" run.world_size="$WORLD_SIZE" & child=$!
 rc=0; wait "$child" || rc=$?
 while kill -0 "$child" 2>/dev/null; do rc=0; wait "$child" || rc=$?; done   # a trap interrupts wait
-if [ "$rc" = 75 ] && [ "$again" = 1 ]; then scontrol requeue "$SLURM_JOB_ID"; sleep 60; fi
+# 75: drained. 143: the signal met Python before it could hear it.
+case $again$rc in 175|1143) scontrol requeue "$SLURM_JOB_ID"; sleep 60;; esac
 exit "$rc"

@@ -18,5 +18,6 @@ trap ':' TERM                                            # scancel or preemption
 (trap '' TERM; exec srun --kill-on-bad-exit=0 --label "$PYTHON" -m fluxbatch "${SETTINGS[@]}") & child=$!
 rc=0; wait "$child" || rc=$?
 while kill -0 "$child" 2>/dev/null; do rc=0; wait "$child" || rc=$?; done   # a trap interrupts wait
-if [ "$rc" = 75 ] && [ "$again" = 1 ]; then scontrol requeue "$SLURM_JOB_ID"; sleep 60; fi
+# 75: drained. 138: the signal met Python before it could hear it.
+case $again$rc in 175|1138) scontrol requeue "$SLURM_JOB_ID"; sleep 60;; esac
 exit "$rc"

@@ -194,7 +194,7 @@ def test_a_lost_node_whose_copy_runs_on_is_replaced_and_the_stale_copy_stops(
         job.must_be_whole(faults)
     finally:
         slurm.start_node("n2")
-        slurm.command("scontrol", "update", "nodename=n2", "state=resume")
+        until(lambda: "idle" in slurm.command("sinfo", "-h", "-n", "n2", "-o", "%T"), "n2 to be back", 60)
 
 
 @pytest.mark.slow
