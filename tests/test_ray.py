@@ -243,9 +243,10 @@ def blind_node(nodes: Cluster, hidden: Path) -> Iterator[None]:
 @pytest.mark.slow
 def test_without_a_free_place_the_job_says_so_and_ends(tmp_path: Path, nodes: Cluster) -> None:
     manifest(tmp_path / "m.parquet", rows(COUNT))
-    job = Job(tmp_path, nodes, "run.ray_resources=GPU:1", "run.ray_wait_s=2")
+    job = Job(tmp_path, nodes, "run.ray_resources=GPU:1", "run.ray_wait_s=11")
     assert job.end() == 1, job.words
-    assert "no node of the Ray cluster has GPU:1 free" in job.words
+    assert "no node of the Ray cluster has GPU:1 free; waiting up to run.ray_wait_s=11 seconds for one" in job.words
+    assert "no worker could be started for run.ray_wait_s=11 seconds" in job.words
 
 
 @contextmanager

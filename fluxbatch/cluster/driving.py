@@ -30,6 +30,7 @@ from fluxbatch.stop import Stop
 log = logging.getLogger(__name__)
 
 POLL_S = 0.5
+PATIENT_S = 10.0  # without a worker before that is told
 LEDGER_S = 90.0  # NFS may show a ledger that another node has begun a minute late
 FAILED_SHARDS = 3  # different ones in a row, on a node that has never made one: it is the node's fault
 
@@ -44,6 +45,7 @@ class RayDrawing:
         self._places: set[int] = set()  # ranks that our workers took
         self._proven: set[str] = set()  # nodes that have made a shard
         self._alone_since_s = 0.0
+        self._said_waiting = False
 
     def __enter__(self) -> RayDrawing:
         return self
@@ -123,8 +125,12 @@ class RayDrawing:
         if barred:
             raise barred
         if crew.working:
-            self._alone_since_s = time.monotonic()
+            self._alone_since_s, self._said_waiting = time.monotonic(), False
         waited_s = time.monotonic() - self._alone_since_s
+        if waited_s > PATIENT_S and not self._said_waiting:
+            self._said_waiting = True
+            log.warning("no node of the Ray cluster has %s free; waiting up to run.ray_wait_s=%g seconds for one",
+                        _told_resources(self._cfg), self._cfg.run.ray_wait_s)  # fmt: skip
         if waited_s > self._cfg.run.ray_wait_s:
             raise FluxbatchError(
                 f"no worker could be started for run.ray_wait_s={self._cfg.run.ray_wait_s:g} seconds: no node of the "
