@@ -12,5 +12,6 @@ QUESTIONS = {
     "peers": "how fast is the same work with what a user could run instead, in the same process, in turns?",
     "host": "how many images a second does everything but the model keep up with?",
     "plan_scale": "what does a manifest of millions of rows take until its plan stands?",
+    "fidelity": "what does a precision, or a step cache, change in the embedded model's pictures?",
     "pipelines": "do both pipelines give equal bytes, and what does the overlap bring?",
 }
