@@ -154,6 +154,10 @@ class RunConfig:
     devices: Any = None  # one process each: all, or a list of GPU indices, UUIDs and cpu
     max_restarts: int = 3  # of each of those processes, after a lost GPU or a kill
     help_ranks: bool = True  # with open shards, once the own share is done
+    engine: str = "local"  # this process; or ray: a worker on each GPU of a Ray cluster
+    ray_resources: str | None = None  # of a worker, as GPU:0.5,CPU:4; None: GPU:1, with model.device=cpu CPU:threads
+    ray_wait_s: float = 1800.0  # how long a cluster without a free GPU is waited for
+    max_shard_attempts: int = 3  # on Ray: in a row that bring no batch
     retry_failed: bool = False
     on_change: str = "refuse"  # edited rows or other output-affecting settings; or redo
     reuse_from: str | None = None  # an earlier run's folder: what is unchanged is taken over from it
@@ -216,6 +220,19 @@ def _one_of(*choices: str) -> tuple[Callable[[Any], bool], str]:
 
 def _dtype_or_null(value: Any) -> bool:
     return value is None or value in DTYPES
+
+
+def _are_amounts(text: str) -> bool:
+    try:
+        return all(name and 0 < number < math.inf for name, number in amounts(text).items())
+    except ValueError:
+        return False
+
+
+def amounts(text: str) -> dict[str, float]:
+    """`GPU:0.5,CPU:4` by name; ValueError where one is no number."""
+    parts = (part.rpartition(":") for part in text.split(","))
+    return {name.strip(): float(number) for name, _, number in parts}
 
 
 def _is_step_cache(value: Any) -> bool:
@@ -286,6 +303,14 @@ RULES: tuple[Rule, ...] = (
     ("output.quality", lambda v: _is_int(v, 1, 100), "must be a whole number from 1 to 100"),
     ("output.png_level", lambda v: _is_int(v, 0, 9), "must be a whole number from 0 to 9"),
     ("output.row_group_mib", lambda v: _is_int(v, 1, 99), "must be a whole number from 1 to 99"),
+    ("run.engine", *_one_of("local", "ray")),
+    (
+        "run.ray_resources",
+        lambda v: v is None or _are_amounts(v),
+        "must be null or amounts > 0 by name: GPU:1,CPU:4",
+    ),
+    ("run.ray_wait_s", lambda v: 0 <= v < math.inf, "must be a finite number of seconds >= 0"),
+    ("run.max_shard_attempts", *_at_least(1)),
     ("run.devices", _is_devices, "must be null, all, or a list of GPU indices, UUIDs and cpu (0,1,3)"),
     ("run.max_restarts", *_at_least(0)),
     ("run.on_change", *_one_of("refuse", "redo")),
@@ -371,6 +396,8 @@ def _check_loras(model: ModelConfig) -> None:
 
 
 def _check_ranks(run: RunConfig) -> None:
+    if run.engine == "ray" and run.devices is not None:
+        raise ConfigError(f"run.devices must be null with run.engine=ray, which takes all GPUs, got {run.devices}")
     if run.rank is None and run.world_size is None:
         return
     if run.rank is None or run.world_size is None:

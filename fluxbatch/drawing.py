@@ -10,27 +10,71 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fluxbatch import config, forecast, ledger, report
-from fluxbatch.config import JobConfig
-from fluxbatch.errors import FluxbatchError
+from fluxbatch.config import JobConfig, ModelConfig
+from fluxbatch.errors import TooManyFailures
 from fluxbatch.folder import RunFolder
 from fluxbatch.loggers import Loggers
 from fluxbatch.metrics import GpuSampler, MetricsLog, PeakMemory, record_start, write_prometheus
+from fluxbatch.planfile import RunPlan
 from fluxbatch.progress import Progress
+from fluxbatch.ranks import Rank
 from fluxbatch.records import CompressedBatch, ShardPlan
 from fluxbatch.share import Share
 from fluxbatch.stop import Stop
 
 if TYPE_CHECKING:
     from fluxbatch.models import AnyModel
+    from fluxbatch.pipeline.ahead import Launch
 
 log = logging.getLogger(__name__)
 
 FAILURES_JUDGED_FROM = 50  # rows; before that a share of failed rows says little
+
+LoadModel = Callable[[JobConfig, Rank], "AnyModel"]
+
+
+def check_model(cfg: JobConfig) -> None:
+    """Refuse a model that is not there, or cannot run here, before anything else is done."""
+    from fluxbatch.models import check_model as check
+
+    check(cfg.model)
+
+
+def load_model(cfg: JobConfig, rank: Rank) -> AnyModel:
+    """The model, on this rank's GPU."""
+    from fluxbatch.models import load_model as load
+
+    return load(_on_own_device(cfg, rank), true_cfg_scale=cfg.sampler.true_cfg_scale)
+
+
+def settle_packages(cfg: JobConfig, rank: Rank, launches: set[Launch]) -> None:
+    """Refuse, before a weight is read, what would be drawn without its packages (`model.compile=aot`), or make them."""
+    if cfg.model.compile == "aot":
+        from fluxbatch.pipeline import ahead
+
+        ahead.settle(_on_own_device(cfg, rank), launches)
+
+
+def launches_of(plan: RunPlan) -> set[Launch]:
+    return {(run.bucket, run.batch_size) for part in plan.parts for run in part.runs}
+
+
+def _on_own_device(cfg: JobConfig, rank: Rank) -> ModelConfig:
+    return replace(cfg.model, device=own_device(cfg.model.device, rank))
+
+
+def own_device(wanted: str, rank: Rank) -> str:
+    """`auto` and `cuda` become this rank's GPU among the visible ones."""
+    import torch
+
+    if wanted in ("auto", "cuda") and torch.cuda.is_available():
+        return f"cuda:{rank.local % torch.cuda.device_count()}"
+    return wanted
 
 
 class Drawing:
@@ -51,7 +95,7 @@ class Drawing:
         self._exit.close()
         if error is None and self._tellers is not None:
             self._peaks.say()
-            _remember_rates(self._share, _device_name(self._load()))
+            remember_rates(self._share, device_name(self._load()))
             if self._truncated:
                 log.warning("%d prompts were longer than model.max_sequence_length=%d and cut; their rows say "
                             "truncated", self._truncated, self._share.cfg.model.max_sequence_length)  # fmt: skip
@@ -107,7 +151,7 @@ class _Tellers:
         record_start(
             share.folder,
             share.rank.index,
-            gpu=_device_name(model),
+            gpu=device_name(model),
             rows_done=done,
             batches_to_make=sum(map(len, share.missing.values())),
         )
@@ -143,7 +187,8 @@ def tell_prometheus(folder: RunFolder, cfg: JobConfig) -> None:
         log.warning("telemetry.prometheus_textfile %s: %s", cfg.telemetry.prometheus_textfile, error.strerror)
 
 
-def _remember_rates(share: Share, device: str | None) -> None:
+def remember_rates(share: Share, device: str | None) -> None:
+    """Keep what was measured on this kind of GPU, for later estimates."""
     try:
         forecast.remember_rates(share.folder, share.plan, share.cfg, device=device)
     except OSError as error:  # the next plan's estimate is worth no job
@@ -163,7 +208,7 @@ class FailureBudget:
         self.failed += done.num_failed
         if self.rows >= FAILURES_JUDGED_FROM and self.failed > self.max_failed_fraction * self.rows:
             last = next(result.failure for result in reversed(done.results) if result.failure)
-            raise FluxbatchError(
+            raise TooManyFailures(
                 f"{self.failed} of the first {self.rows} rows failed, more than run.max_failed_fraction="
                 f"{self.max_failed_fraction:g} allows; the last one in {last.stage}: {last.message}"
             )
@@ -174,7 +219,8 @@ def _device_uuid(model: AnyModel) -> str | None:
     return str(found.uuid) if found else None
 
 
-def _device_name(model: AnyModel) -> str | None:
+def device_name(model: AnyModel) -> str | None:
+    """As its maker calls it; None on a CPU."""
     found = _device(model)
     return str(found.name) if found else None
 

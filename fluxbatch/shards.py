@@ -58,9 +58,13 @@ def commit_batch(folder: RunFolder, done: CompressedBatch) -> bool:
     return True
 
 
-def committed_batches(folder: RunFolder) -> set[int]:
-    """The batches that have a sound part file. One that is cut or altered is deleted and counts as never committed."""
-    paths = sorted(folder.batches.glob("batch-*.arrow"))
+def committed_batches(folder: RunFolder, among: set[int] | None = None) -> set[int]:
+    """The batches that have a sound part file. One that is cut or altered is deleted and counts as never committed.
+
+    With `among` no other part file is read: it may be somebody else's, who is at work on it.
+    """
+    there = {int(path.stem.removeprefix("batch-")) for path in folder.batches.glob("batch-*.arrow")}
+    paths = [folder.batch(index) for index in sorted(there if among is None else there & among)]
     return {int(path.stem.removeprefix("batch-")) for path in paths if _read_part(path) is not None}
 
 

@@ -52,8 +52,8 @@ class Share:
         """Commit every one of these shards that needs no GPU any more; returns those with batches to make."""
         for path in (self.folder.data, self.folder.failures, self.folder.batches, self.folder.locks, self.folder.root):
             commit.remove_temporaries(path)
-        on_disk = shards.committed_batches(self.folder)
         ours = [self.plan.shard(index) for index in indices]
+        on_disk = shards.committed_batches(self.folder, {batch.index for shard in ours for batch in shard.batches})
         revised = [shard for shard in ours if shard.revision]
         if revised:
             self._clear_superseded(revised, on_disk)

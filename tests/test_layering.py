@@ -30,6 +30,7 @@ RANKS = [
     {"report"},
     {"share", "forecast", "planning"},
     {"drawing", "helping", "crew_view"},
+    {"cluster"},
     {"run", "supervisor"},
     {"bench"},
     {"verbs", "word_verbs", "job_script"},
