@@ -85,10 +85,9 @@ def publish_file(path: Path, write: Callable[[BinaryIO], object]) -> bool:
     Returns False when `path` exists already: somebody else, or an earlier attempt of ours, has committed it; read
     it back. Whatever fails (a full disk, `write` itself), nothing is left under either name.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_sibling(path)
     try:
-        with open(temporary, "xb") as file:
+        with _opened_new(temporary) as file:
             write(file)
             step("temporary", path)
             fsync_file(file)
@@ -97,6 +96,14 @@ def publish_file(path: Path, write: Callable[[BinaryIO], object]) -> bool:
     finally:
         with contextlib.suppress(OSError):  # on a disk that is read-only now it stays, and a later start removes it
             temporary.unlink()
+
+
+def _opened_new(temporary: Path) -> BinaryIO:
+    """A new file, in a folder that another copy of the job may clear away as soon as it is empty."""
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            return open(temporary, "xb")
+        temporary.parent.mkdir(parents=True, exist_ok=True)
 
 
 def _create(path: Path, temporary: Path) -> bool:
@@ -140,13 +147,13 @@ def publish_folder(path: Path, fill: Callable[[Path], None]) -> bool:
 
 
 @_names_path
-def replace_file(path: Path, content: bytes) -> None:
+def replace_file(path: Path, content: bytes | Callable[[BinaryIO], object]) -> None:
     """Replace a small state file of one owner. Never for data."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_sibling(path)
     try:
         with open(temporary, "xb") as file:
-            file.write(content)
+            content(file) if callable(content) else file.write(content)
             fsync_file(file)
         step("before_replace", path)
         os.replace(temporary, path)

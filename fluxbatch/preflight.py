@@ -10,15 +10,16 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from fluxbatch import commit, estimate
 from fluxbatch.config import OutputConfig
 from fluxbatch.errors import ConfigError, FluxbatchError
 from fluxbatch.folder import RunFolder
+from fluxbatch.left import Left
 from fluxbatch.progress import data_size
-from fluxbatch.records import BatchPlan
+from fluxbatch.records import Bucket
 
 log = logging.getLogger(__name__)
 
@@ -91,14 +92,13 @@ def _require_taken(create: Callable[[], None], root: Path) -> None:
     )
 
 
-def require_room(root: Path, batches: Iterable[BatchPlan], output: OutputConfig) -> None:
+def require_room(root: Path, left: Mapping[Bucket, Left], output: OutputConfig) -> None:
     """Refuse a disk that clearly cannot hold the images still to be made; warn where it may not.
 
     Raises FluxbatchError with what is free and what is needed. Sizes are rules of thumb (`estimate.BYTES_PER_PIXEL`).
     """
-    planned = list(batches)
-    images = sum(batch.num_rows for batch in planned)
-    pixels = sum(batch.num_rows * batch.bucket.height * batch.bucket.width for batch in planned)
+    images = sum(found.rows for found in left.values())
+    pixels = sum(found.rows * bucket.height * bucket.width for bucket, found in left.items())
     least, likely = estimate.pixel_bytes(pixels, output.image_format)
     disk = os.statvfs(root)
     free = disk.f_bavail * disk.f_frsize

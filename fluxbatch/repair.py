@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fluxbatch import commit, writers
-from fluxbatch.folder import RunFolder
+from fluxbatch.folder import RunFolder, shard_of
 from fluxbatch.lease import Lease
-from fluxbatch.ledger import Ledger, shard_of
+from fluxbatch.ledger import Ledger
 from fluxbatch.planfile import DamagedPlanError, RunPlan
 from fluxbatch.verify import Discrepancy, verify
 

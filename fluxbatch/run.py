@@ -84,7 +84,7 @@ def run_job(cfg: JobConfig, *, load: LoadModel | None = None) -> tuple[RowCounts
         share = Share(folder, plan, committed, cfg, rank)
         work = share.settle_all()
         if work:
-            preflight.require_room(folder.root, share.missing_batches(work), cfg.output)
+            preflight.require_room(folder.root, share.left(work), cfg.output)
             stop.check()
             folder.success.unlink(missing_ok=True)
             with share:
@@ -92,7 +92,7 @@ def run_job(cfg: JobConfig, *, load: LoadModel | None = None) -> tuple[RowCounts
                 if drawn:
                     _render(share, drawn, model, stop=stop)
         counts = _finish(share, description, changes)
-        if share.missing:
+        if share.open:
             stop.check()
     return counts, _exit_code(counts, cfg)
 
@@ -128,7 +128,7 @@ def _render(share: Share, work: list[ShardPlan], loaded: Callable[[], Model], *,
             share.rank.index,
             gpu=_device_name(model),
             rows_done=before.written + before.failed,
-            batches_to_make=sum(map(len, share.missing.values())),
+            batches_to_make=sum(left.batches for left in share.left(work).values()),
         )
         previous = told = time.monotonic()
         for done in finished:
@@ -152,19 +152,19 @@ def _render(share: Share, work: list[ShardPlan], loaded: Callable[[], Model], *,
 
 
 def _progress(share: Share, work: list[ShardPlan], before: RowCounts) -> Progress:
-    missing = list(share.missing_batches(work))
+    left = share.left(work)
     return Progress(
         share.cfg.telemetry,
         total=before.rows - before.rejected,
         done=before.written + before.failed,
-        work={batch.bucket.name: batch.bucket.work for batch in missing},
-        work_left=sum(batch.bucket.work * batch.num_rows for batch in missing),
+        work={bucket.name: bucket.work for bucket in left},
+        work_left=sum(bucket.work * found.rows for bucket, found in left.items()),
     )
 
 
 def _remember_rates(share: Share, device: str | None) -> None:
     try:
-        forecast.remember_rates(share.folder, share.plan, share.cfg, device=device)
+        forecast.remember_rates(share.folder, share.plan, share.cfg, device=device, rank=share.rank.index)
     except OSError as error:  # the next plan's estimate is worth no job
         log.warning("%s: what was measured cannot be kept: %s", error.filename, error.strerror)
 
@@ -293,7 +293,7 @@ def _settle_settings(folder: RunFolder, description: dict[str, Any], cfg: JobCon
 def _sound_ledger(folder: RunFolder, plan: RunPlan, rank: Rank) -> Ledger:
     """The ledger, without the files that are gone or cut: those are removed here and made again."""
     committed = Ledger.read(folder, plan.revisions)
-    for lost in ledger.check_files(folder, committed):
+    for lost in ledger.check_files(folder, committed, ours=rank.owns):
         log.warning("%s is missing or cut; its rows are made again", folder.root / lost.file)
         shards.remove_shard_file(folder, lost)
         committed.forget(folder, rank.index, lost)

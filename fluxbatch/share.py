@@ -17,11 +17,12 @@ from typing import Self
 from fluxbatch import commit, ledger, reuse, shards
 from fluxbatch.config import JobConfig
 from fluxbatch.errors import FluxbatchError
-from fluxbatch.folder import RunFolder
-from fluxbatch.ledger import Ledger, revision_of, shard_of
+from fluxbatch.folder import RunFolder, revision_of, shard_of
+from fluxbatch.left import Left, left_to_make
+from fluxbatch.ledger import Ledger
 from fluxbatch.planfile import RunPlan
 from fluxbatch.ranks import Rank
-from fluxbatch.records import Batch, BatchPlan, CompressedBatch, RowResult, ShardCommit, ShardPlan
+from fluxbatch.records import Batch, BatchPlan, Bucket, CompressedBatch, RowResult, ShardCommit, ShardPlan
 from fluxbatch.reuse import Donor
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,8 @@ class Share:
     ledger: Ledger
     cfg: JobConfig
     rank: Rank
-    missing: dict[int, set[int]] = field(default_factory=dict)  # open shard -> its batches that are not on disk
+    open: set[int] = field(default_factory=set)  # our shards with batches to make
+    drawn: dict[int, set[int]] = field(default_factory=dict)  # of these, the batches that are on disk
     _settler: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="fluxbatch-settle")
     )
@@ -45,16 +47,18 @@ class Share:
 
     def settle_all(self) -> list[ShardPlan]:
         """Commit every shard that needs no GPU any more; returns the shards with batches to make."""
-        for path in (self.folder.data, self.folder.failures, self.folder.batches, self.folder.locks, self.folder.root):
-            commit.remove_temporaries(path)
-        on_disk = shards.committed_batches(self.folder)
         ours = [shard for shard in self.plan.shards() if self.rank.owns(shard.index)]
+        begun = [shard for shard in shards.open_shards(self.folder) if self.rank.owns(shard)]
+        cleared = (*map(self.folder.open_shard, begun), self.folder.locks, self.folder.root)
+        for path in (*shards.shard_places(self.folder), *cleared):
+            commit.remove_temporaries(path)
+        on_disk = {shard: shards.committed_batches(self.folder, shard) for shard in begun}
         revised = [shard for shard in ours if shard.revision]
         if revised:
             self._clear_superseded(revised, on_disk)
-        return [shard for shard in ours if not self._is_settled(shard, on_disk)]
+        return [shard for shard in ours if not self._is_settled(shard, on_disk.get(shard.index, set()))]
 
-    def _clear_superseded(self, revised: list[ShardPlan], on_disk: set[int]) -> None:
+    def _clear_superseded(self, revised: list[ShardPlan], on_disk: dict[int, set[int]]) -> None:
         """What is left of older revisions becomes part files again, where it is still needed; then the old files go.
 
         In this order a kill costs nothing, and no row ever stands in two data files.
@@ -64,15 +68,16 @@ class Share:
             old[shard_of(file)].append(file)
         for shard in revised:
             files = [file for file in old[shard.index] if revision_of(file) < shard.revision]
+            standing = on_disk.setdefault(shard.index, set())
             if files and not self.ledger.complete(shard):
-                on_disk |= self._unpack(shard, on_disk)
+                standing |= self._unpack(shard, standing)
             for file in files:
                 shards.remove_file(self.folder, file)
                 commit.step("superseded", self.folder.root / file)
             kept = {batch.index for batch in shard.batches}
-            for batch in self.plan.first_shard(shard.index).batches:
-                if batch.index not in kept:
-                    self.folder.batch(batch.index).unlink(missing_ok=True)
+            for batch in standing - kept:
+                self.folder.batch(batch, shard.index).unlink(missing_ok=True)
+            standing &= kept
 
     def _unpack(self, shard: ShardPlan, on_disk: set[int]) -> set[int]:
         """Part files of the batches that an older revision holds; empty where it cannot be trusted."""
@@ -91,13 +96,11 @@ class Share:
         return made
 
     def _is_settled(self, shard: ShardPlan, on_disk: set[int]) -> bool:
-        batches = {batch.index for batch in shard.batches}
         if self.ledger.complete(shard):
-            if batches & on_disk:  # killed between the ledger line and the clearing up
+            if on_disk:  # killed between the ledger line and the clearing up
                 shards.remove_batches(self.folder, shard)
             return True
-        missing = batches - on_disk
-        if not missing:
+        if on_disk and {batch.index for batch in shard.batches} <= on_disk:
             self.settle(shard)
             return True
         found = self._adopt(shard)
@@ -105,7 +108,9 @@ class Share:
             log.warning("shard %d stood there without its ledger line; it is whole and was taken over", shard.index)
             self._record(shard, found)
             return True
-        self.missing[shard.index] = missing
+        self.open.add(shard.index)
+        if on_disk:
+            self.drawn[shard.index] = on_disk
         return False
 
     def _adopt(self, shard: ShardPlan) -> list[ShardCommit]:
@@ -141,7 +146,7 @@ class Share:
             taken += self._take(shard, donor, check) if donor else 0
         if taken:
             log.info("%d images were taken over in %.1f s", taken, time.monotonic() - began)
-        return [shard for shard in work if shard.index in self.missing]
+        return [shard for shard in work if shard.index in self.open]
 
     def _take(self, shard: ShardPlan, donor: Donor, check: Callable[[], None]) -> int:
         found, rows = donor.locate(self.plan.rows(shard)), 0
@@ -155,10 +160,16 @@ class Share:
         log.debug("shard %d: %d images taken over", shard.index, rows)
         return rows
 
+    def left(self, work: list[ShardPlan]) -> dict[Bucket, Left]:
+        """The batches to make, counted by bucket."""
+        left, _ = left_to_make(self.plan, work, self.drawn)
+        return left
+
     def missing_batches(self, work: list[ShardPlan]) -> Iterator[BatchPlan]:
         """The batches to make, in plan order."""
         for shard in work:
-            yield from (batch for batch in shard.batches if batch.index in self.missing[shard.index])
+            drawn = frozenset(self.drawn.get(shard.index, ()))
+            yield from (batch for batch in shard.batches if batch.index not in drawn)
 
     def batches(self, work: list[ShardPlan]) -> Iterator[Batch]:
         """The same with their rows."""
@@ -171,11 +182,13 @@ class Share:
                 f"{self.folder.job} is gone: output.dir was moved or unmounted; nothing more is written"
             )
         shards.commit_batch(self.folder, self._with_attempts(done))
-        missing = self.missing[done.batch.plan.shard]
-        missing.discard(done.batch.plan.index)
-        if not missing:
-            del self.missing[done.batch.plan.shard]
-            self._settle_behind(self.plan.shard(done.batch.plan.shard))
+        shard = self.plan.shard(done.batch.plan.shard)
+        drawn = self.drawn.setdefault(shard.index, set())
+        drawn.add(done.batch.plan.index)
+        if len(drawn) == len(shard.batches):
+            del self.drawn[shard.index]
+            self.open.discard(shard.index)
+            self._settle_behind(shard)
 
     def _settle_behind(self, shard: ShardPlan) -> None:
         """Make the shard's file while later batches are drawn: a thousand images take the disk seconds.

@@ -11,5 +11,6 @@ QUESTIONS = {
     "peers": "how fast is the same work with what a user could run instead, in the same process, in turns?",
     "host": "how many images a second does everything but the model keep up with?",
     "plan_scale": "what does a manifest of millions of rows take until its plan stands?",
+    "resume_scale": "how long does a job of 100,000 shards take to start again, and its folder to be asked for?",
     "pipelines": "do both pipelines give equal bytes, and what does the overlap bring?",
 }
