@@ -132,6 +132,7 @@ class RunConfig:
     name: str | None = None  # None: the job's name, or the manifest's
     rank: int | None = None
     world_size: int | None = None
+    help_ranks: bool = True  # with open shards, once the own share is done
     retry_failed: bool = False
     on_change: str = "refuse"  # edited rows or other output-affecting settings; or redo
     reuse_from: str | None = None  # an earlier run's folder: what is unchanged is taken over from it

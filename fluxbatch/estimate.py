@@ -6,7 +6,7 @@ shapes, scaled by FLOP counts; where nothing was measured, on a FLOP model at a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fluxbatch.config import JobConfig, ModelConfig
@@ -118,6 +118,17 @@ def gpu_hours(work: Sequence[Work], cfg: JobConfig, known: Sequence[Known]) -> H
         total += hours
         shares[ground] = shares.get(ground, 0.0) + hours.likely
     return Hours(total, {ground: hours / total.likely for ground, hours in shares.items() if total.likely})
+
+
+def image_seconds(cfg: JobConfig, known: Sequence[Known]) -> Callable[[Bucket], float | None]:
+    """What one launched image of a bucket is likely to take; None for a model that nothing is known of."""
+    seconds_of = _Seconds(cfg, known)
+
+    def image_s(bucket: Bucket) -> float | None:
+        found = seconds_of(bucket)
+        return found[0].likely if found else None
+
+    return image_s
 
 
 class _Seconds:

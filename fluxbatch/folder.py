@@ -83,6 +83,15 @@ class RunFolder:
         return self.locks / f"rank-{rank:05d}.json"
 
     @property
+    def planning(self) -> Path:
+        """Who plans, while the other ranks wait."""
+        return self.locks / "planning.json"
+
+    def claim(self, shard: int) -> Path:
+        """Who makes a shard now, where there are several ranks."""
+        return self.locks / f"shard-{shard:05d}.json"
+
+    @property
     def aside(self) -> Path:
         """What `verify --repair` took out of the way."""
         return self.root / "set_aside"

@@ -15,8 +15,8 @@ from fluxbatch.batch_size import RememberedSizes
 from fluxbatch.config import JobConfig
 from fluxbatch.estimate import Hours, Memory, Spread, Work
 from fluxbatch.folder import RunFolder
-from fluxbatch.left import left_in_folder
 from fluxbatch.ledger import Ledger, row_counts
+from fluxbatch.left import left_in_folder
 from fluxbatch.manifest import Manifest, open_manifest
 from fluxbatch.metrics import finite
 from fluxbatch.plan import PlanPart, SizeOf, plan_part
@@ -260,9 +260,7 @@ def remember_rates(folder: RunFolder, plan: RunPlan, cfg: JobConfig, *, device: 
     rates.remember(cfg, device=device or CPU, observed=_observe(folder, plan, cfg, rank=rank))
 
 
-def _observe(
-    folder: RunFolder, plan: RunPlan, cfg: JobConfig, *, rank: int | None = None
-) -> dict[Bucket, Observed]:
+def _observe(folder: RunFolder, plan: RunPlan, cfg: JobConfig, *, rank: int | None = None) -> dict[Bucket, Observed]:
     buckets = {run.bucket.name: run.bucket for part in plan.parts for run in part.runs}
     log = throughput.read_log(folder, rank=rank)
     shared: dict[str, Any] = {

@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,34 +21,44 @@ log = logging.getLogger(__name__)
 HEARTBEAT_S = 10.0
 STALE_S = 120.0  # a lease of another host without a heartbeat for so long is nobody's
 
+Owner = dict[str, Any]  # what a file under locks/ says of its process
+
 
 class Lease:
     """Owns one rank's place in a run folder while the context is open, and keeps its heartbeat.
 
     Entering raises `FolderBusyError` while another live process holds this rank, or works with another number of
-    ranks; a dead owner's lease is taken over with a line in the log.
+    ranks; a dead owner's lease is taken over with a line in the log. So is that of an earlier start of our own Slurm
+    job: a scheduler that lost a node starts the job elsewhere, while its first copy may still run over there. That
+    copy finds its lease taken at its next heartbeat and calls `superseded` with a sentence.
     """
 
-    def __init__(self, folder: RunFolder, *, rank: int, world_size: int) -> None:
-        self._folder = folder
-        self._path = folder.lease(rank)
-        self._record = {
+    def __init__(
+        self, folder: RunFolder, *, rank: int, world_size: int, superseded: Callable[[str], object] = log.warning
+    ) -> None:
+        self.record: Owner = {
             "rank": rank,
             "world_size": world_size,
             "host": process.host(),
             "pid": os.getpid(),
             "process_started": process.started(os.getpid()),
             "job": os.environ.get("SLURM_JOB_ID"),
+            "restart": _restarts(os.environ.get("SLURM_RESTART_COUNT")),
             "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
+        self._folder = folder
+        self._path = folder.lease(rank)
+        self._superseded = superseded
+        self._taken: set[Path] = set()
         self._closing = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="lease", daemon=True)
 
     def __enter__(self) -> Lease:
         self._folder.locks.mkdir(parents=True, exist_ok=True)
         self._refuse_other_world_size()
-        while not commit.publish_file(self._path, lambda file: file.write(self._content())):
-            self._take_over_or_refuse()
+        owner = occupy(self._path, self.record, gives_way=self._gives_way)
+        if owner:
+            raise FolderBusyError(_sentence(self._folder, owner))
         self._heart.start()
         return self
 
@@ -55,57 +66,100 @@ class Lease:
         self.release()
 
     def release(self) -> None:
-        """Give the place back; once more does nothing."""
+        """Give the place back, and all that was taken beside it; once more does nothing."""
         self._closing.set()
         self._heart.join()
-        if _is_same_owner(_read(self._path), self._record):
-            self._path.unlink(missing_ok=True)
+        for path in (*list(self._taken), self._path):
+            _leave(path, self.record)
 
-    def _content(self) -> bytes:
-        return json.dumps(self._record | {"heartbeat": time.time()}).encode()
+    def take(self, path: Path) -> Owner | None:
+        """Take another place under locks/, worth as much as its owner's lease. None: it is ours; else whose."""
+        owner = occupy(path, self.record, gives_way=lambda owner: not holds_lease(self._folder, owner))
+        if owner and not _is_same_owner(owner, self.record):
+            return owner
+        self._taken.add(path)
+        return None
+
+    def give_back(self, path: Path) -> None:
+        """Leave a place that was taken."""
+        self._taken.discard(path)
+        _leave(path, self.record)
 
     def _beat(self) -> None:
         while not self._closing.wait(HEARTBEAT_S):
             # A full disk or a lost mount shows where the data is written; the heartbeat is not the place to fail.
             with contextlib.suppress(OSError):
-                if _is_same_owner(_read(self._path), self._record):
-                    commit.replace_file(self._path, self._content())
+                owner = read_owner(self._path)
+                if _is_same_owner(owner, self.record):
+                    commit.replace_file(self._path, _content(self.record))
+                elif owner and _is_restart(owner, of=self.record):
+                    self._superseded(f"this job was started again ({who(owner)})")
+                    return
 
-    def _take_over_or_refuse(self) -> None:
-        owner = _read(self._path)
-        if owner and is_live(owner):
-            raise FolderBusyError(_sentence(self._folder, owner))
-        aside = commit.temporary_sibling(self._path)
-        with contextlib.suppress(FileNotFoundError):  # another starter was quicker
-            os.rename(self._path, aside)
-            if _read(aside) != owner:  # not the one that was judged: another starter has just taken over
-                with contextlib.suppress(FileExistsError):
-                    os.link(aside, self._path)
-            elif owner:
-                log.warning("took over the lease of a dead run: %s", _who(owner))
-            aside.unlink()
+    def _gives_way(self, owner: Owner) -> bool:
+        return not is_live(owner) or _is_restart(self.record, of=owner)
 
     def _refuse_other_world_size(self) -> None:
-        for path in self._folder.locks.glob("rank-*.json"):
-            owner = _read(path)
-            if owner and owner.get("world_size") != self._record["world_size"] and is_live(owner):
+        for owner in live_owners(self._folder):
+            if owner.get("world_size") != self.record["world_size"] and not _is_restart(self.record, of=owner):
                 raise FolderBusyError(_sentence(self._folder, owner))
 
 
-def live_owners(folder: RunFolder) -> list[dict[str, Any]]:
+def occupy(path: Path, record: Owner, *, gives_way: Callable[[Owner], bool]) -> Owner | None:
+    """Create `path` with our record, also in the place of an owner who `gives_way`. None: it is ours; else whose."""
+    while not commit.publish_file(path, lambda file: file.write(_content(record))):
+        owner = read_owner(path)
+        if owner and not gives_way(owner):
+            return owner
+        _take_over(path, owner)
+    return None
+
+
+def _leave(path: Path, record: Owner) -> None:
+    """Remove a file of ours; one that is another's by now stays."""
+    if _is_same_owner(read_owner(path), record):
+        path.unlink(missing_ok=True)
+
+
+def _take_over(path: Path, owner: Owner | None) -> None:
+    aside = commit.temporary_sibling(path)
+    with contextlib.suppress(FileNotFoundError):  # another starter was quicker
+        os.rename(path, aside)
+        if read_owner(aside) != owner:  # not the one that was judged: another starter has just taken over
+            with contextlib.suppress(FileExistsError):
+                os.link(aside, path)
+        elif owner and path.name.startswith("rank-"):
+            what = "dead run" if not is_live(owner) else "run that was started again"
+            log.warning("took over the lease of a %s: %s", what, who(owner))
+        aside.unlink()
+
+
+def live_owners(folder: RunFolder) -> list[Owner]:
     """The records of all processes that work in the folder now."""
-    owners = [_read(path) for path in sorted(folder.locks.glob("rank-*.json"))]
-    return [owner for owner in owners if owner and is_live(owner)]
+    return [owner for owner in seen_owners(folder) if is_live(owner)]
 
 
-def is_live(owner: dict[str, Any]) -> bool:
+def seen_owners(folder: RunFolder) -> list[Owner]:
+    """The same with those of processes that died without giving their place back."""
+    owners = [read_owner(path) for path in sorted(folder.locks.glob("rank-*.json"))]
+    return [owner for owner in owners if owner]
+
+
+def is_live(owner: Owner) -> bool:
     """Exact on the owner's host (pid and its start time); elsewhere by the age of the heartbeat."""
     if owner.get("host") == process.host():
         return process.is_alive(int(owner.get("pid", 0)) or 2**22 + 1, owner.get("process_started"))
     return time.time() - float(owner.get("heartbeat", 0)) < STALE_S
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def holds_lease(folder: RunFolder, owner: Owner) -> bool:
+    """Whether the owner of another file under locks/ still holds its rank's lease, and lives."""
+    lease = read_owner(folder.lease(int(owner.get("rank", 0))))
+    return lease is not None and _is_same_owner(owner, lease) and is_live(lease)
+
+
+def read_owner(path: Path) -> Owner | None:
+    """What a file under locks/ says; None where there is none, or an unreadable one."""
     try:
         record = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -113,17 +167,31 @@ def _read(path: Path) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-def _is_same_owner(owner: dict[str, Any] | None, record: dict[str, Any]) -> bool:
+def _content(record: Owner) -> bytes:
+    return json.dumps(record | {"heartbeat": time.time()}).encode()
+
+
+def _is_same_owner(owner: Owner | None, record: Owner) -> bool:
     keys = ("host", "pid", "process_started")
     return owner is not None and all(owner.get(key) == record[key] for key in keys)
 
 
-def _who(owner: dict[str, Any]) -> str:
+def _is_restart(record: Owner, *, of: Owner) -> bool:
+    """Whether a record is that of a later start of the same Slurm job."""
+    return record.get("job") is not None and record["job"] == of.get("job") and record["restart"] > of.get("restart", 0)
+
+
+def _restarts(text: str | None) -> int:
+    return int(text) if text and text.isdigit() else 0
+
+
+def who(owner: Owner) -> str:
+    """For a sentence."""
     job = f", job {owner['job']}" if owner.get("job") else ""
     return (
         f"host {owner.get('host')}, pid {owner.get('pid')}{job}, rank {owner.get('rank')}, since {owner.get('since')}"
     )
 
 
-def _sentence(folder: RunFolder, owner: dict[str, Any]) -> str:
-    return f"output.dir {folder.root} belongs to a live run ({_who(owner)}); wait for it, stop it, or choose another"
+def _sentence(folder: RunFolder, owner: Owner) -> str:
+    return f"output.dir {folder.root} belongs to a live run ({who(owner)}); wait for it, stop it, or choose another"

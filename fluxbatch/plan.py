@@ -7,7 +7,7 @@ Which batch, shard and slot a row falls in follows from its place; nothing is st
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, overload
 
@@ -20,6 +20,8 @@ AUTO_PIXELS = 4 * 1024 * 1024  # in one launch: four images of 1024x1024
 AUTO_MAX_IMAGES = 16
 
 SizeOf = Callable[[Bucket, int], int]  # the batch size of a bucket with so many rows
+SecondsOf = Callable[[Bucket], float | None]  # what one launched image of a bucket is likely to take; None: unknown
+RULED_WORK_PER_S = 8_400_000  # pixels times steps of FLUX.1-dev on one H200: only ratios count where nothing is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,13 @@ class BucketRun:
     bucket: Bucket
     num_rows: int
     batch_size: int
+    image_s: float | None = None  # of one launched image, as it was predicted at planning
+
+    @property
+    def launch_us(self) -> int:
+        """Of one launch, padding too. A whole number: sums of it are equal on every machine."""
+        image_s = self.bucket.work / RULED_WORK_PER_S if self.image_s is None else self.image_s
+        return max(1, round(image_s * self.batch_size * 1e6))
 
 
 @dataclass(frozen=True)
@@ -72,6 +81,18 @@ class PlanPart:
         first = (index - self.first_shard) * self.shard_size
         stop = min(first + self.shard_size, self.num_rows)
         return ShardPlan(index=index, first_row=first, num_rows=stop - first, batches=Cut(self, first, stop, index))
+
+    def shard_costs(self) -> np.ndarray:
+        """Predicted microseconds of each shard: its launches, shard by shard and bucket by bucket."""
+        costs = np.zeros(self.num_shards, dtype=np.int64)
+        starts, _ = self._starts_and_sizes()
+        for run, start in zip(self.runs, starts.tolist(), strict=True):
+            stop = start + run.num_rows
+            shard = np.arange(start // self.shard_size, -(-stop // self.shard_size))
+            first, last = shard * self.shard_size, (shard + 1) * self.shard_size
+            rows = np.minimum(last, stop) - np.maximum(first, start)
+            costs[shard] += -(-rows // run.batch_size) * run.launch_us
+        return costs
 
     def shards(self) -> Iterator[ShardPlan]:
         return map(self.shard, range(self.first_shard, self.first_shard + self.num_shards))
@@ -194,21 +215,24 @@ def plan_part(
     kind: str = "rows",
     first_shard: int = 0,
     first_batch: int = 0,
+    image_s: SecondsOf = lambda bucket: None,
 ) -> PlanPart:
     """Plan so many rows of each bucket; shards and batches are numbered from `first_shard` and `first_batch`.
 
-    `size_of` answers the batch sizes; without it the rule of `batch_size` does.
+    `size_of` answers the batch sizes; without it the rule of `batch_size` does. `image_s` predicts what images take.
     """
     buckets = sorted((bucket for bucket, num_rows in counts.items() if num_rows), key=plan_order)
     size_of = size_of or (lambda bucket, num_rows: batch_size(bucket, plan, num_rows=num_rows))
-    runs = tuple(BucketRun(bucket, counts[bucket], size_of(bucket, counts[bucket])) for bucket in buckets)
+    runs = tuple(
+        BucketRun(bucket, counts[bucket], size_of(bucket, counts[bucket]), image_s(bucket)) for bucket in buckets
+    )
     return PlanPart(index, kind, first_shard, first_batch, plan.shard_size, runs)
 
 
 def plan_retry(counts: Mapping[Bucket, int], parts: Sequence[PlanPart]) -> PlanPart:
     """Plan rows of `parts` again, with the batch sizes they had: a retry launches the shapes of the first attempt."""
-    sizes = {run.bucket: run.batch_size for part in parts for run in part.runs}
+    before = {run.bucket: run for part in parts for run in part.runs}
     last = parts[-1]
-    runs = tuple(BucketRun(bucket, counts[bucket], sizes[bucket]) for bucket in sorted(counts, key=plan_order))
+    runs = tuple(replace(before[bucket], num_rows=counts[bucket]) for bucket in sorted(counts, key=plan_order))
     first_shard, first_batch = last.first_shard + last.num_shards, last.first_batch + last.num_batches
     return PlanPart(last.index + 1, "retry", first_shard, first_batch, last.shard_size, runs)

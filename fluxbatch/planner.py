@@ -16,11 +16,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from fluxbatch import estimate, rates
 from fluxbatch.config import JobConfig, ManifestConfig, PlanConfig
 from fluxbatch.errors import ManifestError
 from fluxbatch.folder import RunFolder
 from fluxbatch.manifest import Manifest
-from fluxbatch.plan import PlanPart, SizeOf, plan_part, plan_retry
+from fluxbatch.plan import PlanPart, SecondsOf, SizeOf, plan_part, plan_retry
 from fluxbatch.plan_writer import RejectedFile, plan_schema, publish_part
 from fluxbatch.planfile import RunPlan
 from fluxbatch.records import Bucket, Rejection, RowRules
@@ -30,6 +31,7 @@ from fluxbatch.rows import drawing_digests
 
 NAMED_EDITS = 20  # edited rows told with their columns
 OTHERWISE = "run.on_change=redo makes them again, and another output.dir keeps both"
+TAKEN_IMAGE_S = 0.001  # reading, checking and writing an image again: 4,500 in 2.6 s
 PLACES = ("row", "bucket", "batch", "shard", "slot", "fingerprint", "negative_pass")
 
 
@@ -122,16 +124,17 @@ def prepare(
             if edited and cfg.run.on_change == "refuse":
                 raise ManifestError(_edits_sentence(keys, spool, plan, manifest, rules, cfg))
             if edited:
-                published = _publish_redo(folder, plan, keys, spool, cfg.plan, size_of, identity=identity)
+                published = _publish_redo(folder, plan, keys, spool, cfg, size_of, identity=identity)
                 if not published:
                     return prepare(folder, manifest, rules, cfg, size_of=size_of, earlier=earlier)
                 plan, redone = published, edited
             deleted = keys.drop_planned()
         floored = rules.size_policy == "floor"
+        image_s = estimate.image_seconds(cfg, rates.recall(cfg))
         schema = plan.schema if plan else plan_schema(manifest.extra_schema, seeds=keys.seed_range(), floored=floored)
         reuse = keys.take(earlier, removed=plan is None) if earlier else None
         last = plan.parts[-1] if plan else None
-        part = _next_part(keys.counts(), last, cfg.plan, size_of)
+        part = _next_part(keys.counts(), last, cfg.plan, size_of, image_s=image_s)
         ours = _publish_rows(folder, part, keys, "accepted", spool, schema=schema, identity=identity, reuse=reuse)
         added = part.num_rows
         if ours and earlier and reuse and reuse["rows"]["reused"]:
@@ -158,7 +161,11 @@ def _taken_part(
     if last is None or drawn.num_rows:
         last = drawn
     sizes = {**earlier.sizes, **{run.bucket: run.batch_size for run in drawn.runs}}
-    return _next_part(counts, last, cfg, lambda bucket, num_rows: min(sizes.get(bucket, num_rows), cfg.shard_size))
+
+    def size_of(bucket: Bucket, num_rows: int) -> int:
+        return min(sizes.get(bucket, num_rows), cfg.shard_size)
+
+    return _next_part(counts, last, cfg, size_of, image_s=lambda bucket: TAKEN_IMAGE_S)
 
 
 def add_retry(folder: RunFolder, plan: RunPlan, failed: Mapping[int, set[str]]) -> RunPlan:
@@ -195,7 +202,8 @@ def add_redo(
         for bucket, rows in _rows_by_bucket(plan, _LiveIds(plan)):
             spool.add(bucket, rows)
             counts[bucket] += rows.num_rows
-        part = _next_part(counts, plan.parts[-1], cfg.plan, size_of, kind="redo")
+        image_s = estimate.image_seconds(cfg, rates.recall(cfg))
+        part = _next_part(counts, plan.parts[-1], cfg.plan, size_of, image_s=image_s, kind="redo")
         ours = publish_part(
             folder, part, spool.rows(part), schema=plan.schema, identity=plan.files[-1].identity,
             supersedes=supersedes, settings=settings,
@@ -245,7 +253,7 @@ def _publish_redo(
     plan: RunPlan,
     keys: RowKeys,
     spool: RowSpool,
-    cfg: PlanConfig,
+    cfg: JobConfig,
     size_of: SizeOf | None,
     *,
     identity: dict[str, Any],
@@ -257,7 +265,8 @@ def _publish_redo(
             f"rows of the plan were edited so that they are rejected now (id {', '.join(map(quoted, gone))}), and "
             "run.on_change=redo cannot make them; mend them, or take them out of the manifest"
         )
-    part = _next_part(keys.edited_counts(), plan.parts[-1], cfg, size_of, kind="redo")
+    image_s = estimate.image_seconds(cfg, rates.recall(cfg))
+    part = _next_part(keys.edited_counts(), plan.parts[-1], cfg.plan, size_of, image_s=image_s, kind="redo")
     rows = spool.rows(part, keys.edited_rows())
     places = keys.edited_places()
     publish = publish_part(folder, part, rows, schema=plan.schema, identity=identity, supersedes=places)
@@ -303,14 +312,16 @@ def _next_part(
     cfg: PlanConfig,
     size_of: SizeOf | None = None,
     *,
+    image_s: SecondsOf,
     kind: str = "rows",
 ) -> PlanPart:
     if last is None:
-        return plan_part(counts, plan=cfg, size_of=size_of)
+        return plan_part(counts, plan=cfg, size_of=size_of, image_s=image_s)
     shard, batch = last.first_shard + last.num_shards, last.first_batch + last.num_batches
     return plan_part(
-        counts, plan=cfg, size_of=size_of, index=last.index + 1, kind=kind, first_shard=shard, first_batch=batch
-    )
+        counts, plan=cfg, size_of=size_of, index=last.index + 1, kind=kind, first_shard=shard, first_batch=batch,
+        image_s=image_s,
+    )  # fmt: skip
 
 
 def _publish_rows(

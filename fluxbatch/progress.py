@@ -49,7 +49,7 @@ class Progress:
         self._interval_s = cfg.interval_s
         self._clock = clock
         self._total, self._done, self._failed = total, done, 0
-        self._work = work or {}
+        self._work = dict(work or {})
         self._work_left = total - done if work_left is None else work_left
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT_BATCHES)
         self._printed_s = -float("inf")
@@ -70,6 +70,11 @@ class Progress:
         if self._mode == "lines" and self._unsaid:
             self._say()
         self._exit.close()
+
+    def expect(self, *, work: Mapping[str, float], work_left: float) -> None:
+        """There is so much more to do than was known."""
+        self._work |= work
+        self._work_left += work_left
 
     def update(self, line: dict[str, Any]) -> None:
         """Count one batch, given as its line of the batch log."""

@@ -25,8 +25,8 @@ from fluxbatch.contact_sheet import draw_sheet, take_samples
 from fluxbatch.errors import FluxbatchError
 from fluxbatch.folder import RunFolder
 from fluxbatch.lease import live_owners
-from fluxbatch.left import Left, left_in_folder
 from fluxbatch.ledger import Ledger, failed_rows, row_counts
+from fluxbatch.left import Left, left_in_folder
 from fluxbatch.metrics import finite
 from fluxbatch.page import render_html, when
 from fluxbatch.planfile import RunPlan

@@ -1,4 +1,4 @@
-"""One rank's share of a job: which batches are missing, and the way from batches on disk to a ledger line.
+"""A share of a job, some of its shards: which batches are missing, and the way from batches on disk to a ledger line.
 
 Knows no tensors and no signals; what is drawn, and when to stop, is decided in run.py.
 """
@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Self
@@ -18,8 +19,9 @@ from fluxbatch import commit, ledger, reuse, shards
 from fluxbatch.config import JobConfig
 from fluxbatch.errors import FluxbatchError
 from fluxbatch.folder import RunFolder, revision_of, shard_of
-from fluxbatch.left import Left, left_to_make
+from fluxbatch.lease import Lease
 from fluxbatch.ledger import Ledger
+from fluxbatch.left import Left, left_to_make
 from fluxbatch.planfile import RunPlan
 from fluxbatch.ranks import Rank
 from fluxbatch.records import Batch, BatchPlan, Bucket, CompressedBatch, RowResult, ShardCommit, ShardPlan
@@ -30,33 +32,47 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Share:
-    """Our rank's shards: which batches are still to be made, and the step from batches on disk to a ledger line."""
+    """The shards that were opened: which batches are still to be made, and the way from batches to a ledger line."""
 
     folder: RunFolder
     plan: RunPlan
     ledger: Ledger
     cfg: JobConfig
     rank: Rank
-    open: set[int] = field(default_factory=set)  # our shards with batches to make
+    lease: Lease
+    pending: set[int] = field(default_factory=set)  # opened shards with batches to make
     drawn: dict[int, set[int]] = field(default_factory=dict)  # of these, the batches that are on disk
+    begun: set[int] = field(default_factory=set)  # shards that this process has drawn at
+    _is_cleared: bool = False
     _settler: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="fluxbatch-settle")
     )
     _settling: Future[None] | None = None
+    _handing_over: threading.Lock = field(default_factory=threading.Lock)  # main thread and prefetch hand shards over
     _attempts: dict[int, dict[str, int]] = field(default_factory=dict)  # plan part -> its rows' attempts before it
 
-    def settle_all(self) -> list[ShardPlan]:
-        """Commit every shard that needs no GPU any more; returns the shards with batches to make."""
-        ours = [shard for shard in self.plan.shards() if self.rank.owns(shard.index)]
-        begun = [shard for shard in shards.open_shards(self.folder) if self.rank.owns(shard)]
-        cleared = (*map(self.folder.open_shard, begun), self.folder.locks, self.folder.root)
-        for path in (*shards.shard_places(self.folder), *cleared):
-            commit.remove_temporaries(path)
+    def open(self, indices: Iterable[int]) -> list[ShardPlan]:
+        """Commit every one of these shards that needs no GPU any more; returns those with batches to make."""
+        ours = [self.plan.shard(index) for index in indices]
+        begun = {shard.index for shard in ours} & set(shards.open_shards(self.folder))
+        self._clear_temporaries(begun)
         on_disk = {shard: shards.committed_batches(self.folder, shard) for shard in begun}
         revised = [shard for shard in ours if shard.revision]
         if revised:
             self._clear_superseded(revised, on_disk)
         return [shard for shard in ours if not self._is_settled(shard, on_disk.get(shard.index, set()))]
+
+    def _clear_temporaries(self, begun: Iterable[int]) -> None:
+        """What dead attempts left beside these shards' batches, and, the first time, anywhere."""
+        places = [*shards.shard_places(self.folder), self.folder.batches, self.folder.locks, self.folder.root]
+        for path in (*map(self.folder.open_shard, begun), *(places if not self._is_cleared else ())):
+            commit.remove_temporaries(path)
+        self._is_cleared = True
+
+    def refresh(self) -> None:
+        """Read what all ranks have committed meanwhile."""
+        self._wait_for_settling()
+        self.ledger = Ledger.read(self.folder, self.plan.revisions)
 
     def _clear_superseded(self, revised: list[ShardPlan], on_disk: dict[int, set[int]]) -> None:
         """What is left of older revisions becomes part files again, where it is still needed; then the old files go.
@@ -108,7 +124,7 @@ class Share:
             log.warning("shard %d stood there without its ledger line; it is whole and was taken over", shard.index)
             self._record(shard, found)
             return True
-        self.open.add(shard.index)
+        self.pending.add(shard.index)
         if on_disk:
             self.drawn[shard.index] = on_disk
         return False
@@ -132,6 +148,7 @@ class Share:
     def _record(self, shard: ShardPlan, commits: list[ShardCommit]) -> None:
         self.ledger.append(self.folder, self.rank.index, commits)
         shards.remove_batches(self.folder, shard)
+        self.lease.give_back(self.folder.claim(shard.index))
 
     def take_over(self, work: list[ShardPlan], *, check: Callable[[], None]) -> list[ShardPlan]:
         """Commit what an earlier run has of the missing batches; returns the shards that still have batches to make.
@@ -146,7 +163,7 @@ class Share:
             taken += self._take(shard, donor, check) if donor else 0
         if taken:
             log.info("%d images were taken over in %.1f s", taken, time.monotonic() - began)
-        return [shard for shard in work if shard.index in self.open]
+        return [shard for shard in work if shard.index in self.pending]
 
     def _take(self, shard: ShardPlan, donor: Donor, check: Callable[[], None]) -> int:
         found, rows = donor.locate(self.plan.rows(shard)), 0
@@ -172,8 +189,35 @@ class Share:
             yield from (batch for batch in shard.batches if batch.index not in drawn)
 
     def batches(self, work: list[ShardPlan]) -> Iterator[Batch]:
-        """The same with their rows."""
-        return map(self.plan.batch, self.missing_batches(work))
+        """The same with their rows, but for shards that another rank has taken meanwhile."""
+        for shard in work:
+            if self.rank.world_size == 1 or self._begin(shard):
+                yield from map(self.plan.batch, self.missing_batches([shard]))
+
+    def _begin(self, shard: ShardPlan) -> bool:
+        """Claim a shard, and whether there is something of it to draw: another rank may be at it, or have been.
+
+        Called by the thread that prefetches.
+        """
+        other = self.lease.take(self.folder.claim(shard.index))
+        if other is None:
+            self.begun.add(shard.index)
+            standing = shards.drawn_batches(self.folder, shard.index)
+            self.drawn.setdefault(shard.index, set()).update(standing)
+            if shards.stands(self.folder, shard, output=self.cfg.output) and self._is_complete_by_now(shard):
+                self.lease.give_back(self.folder.claim(shard.index))
+            elif len(self.drawn[shard.index]) < len(shard.batches):
+                return True
+            else:
+                self._settle_behind(shard)
+        else:
+            log.info("shard %d is being made by rank %s, who has done its own share", shard.index, other.get("rank"))
+        self.pending.discard(shard.index)
+        self.drawn.pop(shard.index, None)
+        return False
+
+    def _is_complete_by_now(self, shard: ShardPlan) -> bool:
+        return Ledger.read(self.folder, self.plan.revisions).complete(shard)
 
     def commit(self, done: CompressedBatch) -> None:
         """Make a finished batch durable, and its shard when it was the last one missing."""
@@ -187,7 +231,7 @@ class Share:
         drawn.add(done.batch.plan.index)
         if len(drawn) == len(shard.batches):
             del self.drawn[shard.index]
-            self.open.discard(shard.index)
+            self.pending.discard(shard.index)
             self._settle_behind(shard)
 
     def _settle_behind(self, shard: ShardPlan) -> None:
@@ -195,8 +239,9 @@ class Share:
 
         One shard at a time: a disk that cannot keep up holds the run here.
         """
-        self._wait_for_settling()
-        self._settling = self._settler.submit(self.settle, shard)
+        with self._handing_over:
+            self._wait_for_settling()
+            self._settling = self._settler.submit(self.settle, shard)
 
     def _wait_for_settling(self) -> None:
         if self._settling is not None:

@@ -49,7 +49,7 @@ class Stop:
 
     def __enter__(self) -> Stop:
         if self._drain_s is not None:
-            self._start_timer(self._drain_s, partial(self._request, "the deadline is near"))
+            self._start_timer(self._drain_s, partial(self.request, "the deadline is near"))
         if threading.current_thread() is threading.main_thread():
             self._signals.enter_context(signals_to(self._on_signal))
         return self
@@ -69,7 +69,8 @@ class Stop:
         if self.requested():
             raise Interrupted(f"interrupted ({self.reason}); the same command goes on")
 
-    def _request(self, reason: str) -> None:
+    def request(self, reason: str) -> None:
+        """Finish what is in flight and stop, for a reason that the log tells."""
         if self.reason is not None:
             return
         self.reason = reason
@@ -88,7 +89,7 @@ class Stop:
         name = signal.Signals(number).name
         if self.reason is not None:
             self._end(f"{name} again: exit 75 at once; the same command goes on")
-        self._request(name)
+        self.request(name)
 
     def _give_up(self) -> None:
         self._end(f"run.grace_s={self._grace_s:g} is over: exit 75 with a batch in flight; the same command goes on")

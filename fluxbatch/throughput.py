@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import duckdb
 import pyarrow as pa
@@ -32,7 +32,9 @@ LOG_BYTES = 2**29  # of the newest lines: some 600,000
 EXACT_LINES = 2_000_000
 
 Line = dict[str, Any]
-Log = pa.Table | duckdb.DuckDBPyConnection  # with the columns of SCHEMA; a connection has them as the table `log`
+Log: TypeAlias = (
+    "pa.Table | duckdb.DuckDBPyConnection"  # with the columns of SCHEMA; a connection has them as the table `log`
+)
 
 SCHEMA = pa.schema(
     [("time", pa.string()), ("rank", pa.int64()), ("batch", pa.int64()), ("bucket", pa.string())]

@@ -21,8 +21,8 @@ from PIL import Image
 from fluxbatch import commit, shards, writers
 from fluxbatch.errors import FluxbatchError
 from fluxbatch.folder import RunFolder, revision_of, shard_of
-from fluxbatch.left import begun_batches
 from fluxbatch.ledger import Ledger, row_counts, torn_lines
+from fluxbatch.left import begun_batches
 from fluxbatch.planfile import DamagedPlanError, RunPlan
 from fluxbatch.records import RowCounts, ShardCommit, ShardPlan
 from fluxbatch.writers import StoredRow

@@ -62,12 +62,12 @@ def main() -> None:
     sys.addaudithook(audit)
     from fake_model import FakeModel
 
-    from fluxbatch import command, report, run
+    from fluxbatch import command, planning, report, run
     from fluxbatch.pipeline import compress
 
     run._check_model = lambda cfg: None
     run._load_model = before("load", lambda cfg, rank: FakeModel(hook=lambda stage, call: reach(stage)))
-    run.prepare = before("plan", run.prepare)
+    planning.prepare = before("plan", planning.prepare)
     report.write_report = before("report", report.write_report)
     compress.compress = before("compress", compress.compress)
     sys.exit(command.run_command(sys.argv[1:]))

@@ -15,8 +15,8 @@ from fluxbatch.command import _disk_sentence
 from fluxbatch.config import OutputConfig
 from fluxbatch.errors import ConfigError, FluxbatchError, ManifestError
 from fluxbatch.folder import RunFolder
-from fluxbatch.manifest import open_manifest
 from fluxbatch.left import Left
+from fluxbatch.manifest import open_manifest
 from fluxbatch.records import Bucket
 
 
