@@ -1,7 +1,8 @@
 """Publish a file or a folder once, durably: written whole under a temporary name, then created under its final one.
 
 The final name is made with ONE create-if-absent (`os.link`, or the rename of a non-empty folder), so two live
-copies of a job cannot replace each other's data. Knows nothing of what the files hold.
+copies of a job cannot replace each other's data. On an object store that is a conditional PUT (`objects`); what is
+asked of it here is the same. Knows nothing of what the files hold.
 
 Each step is announced with `sys.audit("fluxbatch.commit", step, path)`: it costs nothing without a hook, and a test
 installs a hook to stop the process exactly there.
@@ -17,6 +18,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -25,13 +27,14 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
 from fluxbatch import process
+from fluxbatch.objects import ObjectPath
 
 TEMPORARY_PREFIX = ".tmp-"  # dataset readers ignore names that begin with a dot
 FSYNC_THREADS = 8
 ABANDONED_S = 86_400  # a temporary file of another host is nobody's after a day
 
 
-def step(name: str, path: Path) -> None:
+def step(name: str, path: Path | ObjectPath) -> None:
     """Announce one step of a commit to whoever audits this process."""
     sys.audit("fluxbatch.commit", name, str(path))
 
@@ -85,6 +88,8 @@ def publish_file(path: Path, write: Callable[[BinaryIO], object]) -> bool:
     Returns False when `path` exists already: somebody else, or an earlier attempt of ours, has committed it; read
     it back. Whatever fails (a full disk, `write` itself), nothing is left under either name.
     """
+    if isinstance(path, ObjectPath):
+        return _publish_object(path, write)
     temporary = temporary_sibling(path)
     try:
         with _opened_new(temporary) as file:
@@ -96,6 +101,17 @@ def publish_file(path: Path, write: Callable[[BinaryIO], object]) -> bool:
     finally:
         with contextlib.suppress(OSError):  # on a disk that is read-only now it stays, and a later start removes it
             temporary.unlink()
+
+
+def _publish_object(path: ObjectPath, write: Callable[[BinaryIO], object]) -> bool:
+    with tempfile.NamedTemporaryFile(prefix="fluxbatch-") as scratch:
+        write(cast(BinaryIO, scratch))
+        scratch.flush()
+        step("temporary", path)
+        created = path.store.put_file_if_absent(path.key, Path(scratch.name))
+    if created:
+        step("publish", path)
+    return created
 
 
 def _opened_new(temporary: Path) -> BinaryIO:
@@ -149,6 +165,8 @@ def publish_folder(path: Path, fill: Callable[[Path], None]) -> bool:
 @_names_path
 def replace_file(path: Path, content: bytes | Callable[[BinaryIO], object]) -> None:
     """Replace a small state file of one owner. Never for data."""
+    if isinstance(path, ObjectPath):
+        return _replace_object(path, content)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_sibling(path)
     try:
@@ -164,9 +182,28 @@ def replace_file(path: Path, content: bytes | Callable[[BinaryIO], object]) -> N
             temporary.unlink()
 
 
+def _replace_object(path: ObjectPath, content: bytes | Callable[[BinaryIO], object]) -> None:
+    step("before_replace", path)
+    if callable(content):
+        with tempfile.NamedTemporaryFile(prefix="fluxbatch-") as scratch:
+            content(cast(BinaryIO, scratch))
+            scratch.flush()
+            path.store.put_file(path.key, Path(scratch.name))
+    else:
+        path.store.put(path.key, content)
+    step("replaced", path)
+
+
 @_names_path
 def append(path: Path, text: str, *, durable: bool) -> None:
-    """Append whole lines in one write. A line torn by an earlier crash is closed off first."""
+    """Append whole lines in one write. A line torn by an earlier crash is closed off first.
+
+    Objects cannot grow: there each write is an object of its own under the prefix `path`, named by the time.
+    """
+    if isinstance(path, ObjectPath):
+        place = path / f"{time.time_ns():020d}-{uuid.uuid4().hex[:12]}.jsonl"
+        place.store.put(place.key, text.encode())
+        return
     with open(path, "ab+", opener=_open_itself) as file:
         if file.tell() and not _ends_with_newline(file):
             text = "\n" + text
@@ -179,7 +216,7 @@ def append(path: Path, text: str, *, durable: bool) -> None:
 def append_lines(path: Path, records: list[dict[str, Any]]) -> None:
     """Append JSON lines in one write and make them durable."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    created = not path.exists()
+    created = not isinstance(path, ObjectPath) and not path.exists()
     text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
     step("before_lines", path)
     append(path, text, durable=True)
@@ -200,23 +237,54 @@ def _ends_with_newline(file: BinaryIO) -> bool:
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The whole JSON objects of a JSON-lines file; a torn or foreign line is passed over."""
-    if not path.exists():
-        return
-    with open(path, "rb") as file:
-        for line in file:
-            with contextlib.suppress(ValueError):
-                record = json.loads(line)
-                if isinstance(record, dict):
-                    yield record
+    for line in text_lines(path):
+        with contextlib.suppress(ValueError):
+            record = json.loads(line)
+            if isinstance(record, dict):
+                yield record
+
+
+def text_lines(path: Path) -> Iterator[bytes]:
+    """All that was appended, line by line."""
+    if isinstance(path, ObjectPath):
+        for content in path.store.read_all([part.key for part in path.iterdir()]):
+            yield from content.splitlines()
+    elif path.exists():
+        with open(path, "rb") as file:
+            yield from file
+
+
+def last_lines(path: Path, num_bytes: int) -> list[bytes]:
+    """The lines in about the last `num_bytes` of what was appended; the first of them may be cut."""
+    if not isinstance(path, ObjectPath):
+        with open(path, "rb") as file:
+            file.seek(max(0, path.stat().st_size - num_bytes))
+            return file.read().splitlines()
+    newest: list[bytes] = []
+    for part in reversed(list(path.iterdir())):
+        if sum(map(len, newest)) >= num_bytes:
+            break
+        newest.append(part.read_bytes())
+    return [line for content in reversed(newest) for line in content.splitlines()]
+
+
+def move(path: Path, target: Path) -> None:
+    """Give a file or folder another name, durably."""
+    path.rename(target)
+    if not isinstance(path, ObjectPath):
+        fsync_folder(target.parent)
+        fsync_folder(path.parent)
 
 
 def sha256_file(path: Path) -> str:
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def remove_temporaries(folder: Path) -> int:
     """Delete what dead attempts left in `folder`, and return how many; what may be a live copy's stays for a day."""
+    if isinstance(folder, ObjectPath):  # an upload that was cut off left nothing
+        return 0
     leftovers = [path for path in folder.glob(f"{TEMPORARY_PREFIX}*") if _is_abandoned(path)]
     for path in leftovers:
         shutil.rmtree(path, ignore_errors=True) if _is_real_folder(path) else path.unlink(missing_ok=True)

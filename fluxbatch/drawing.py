@@ -103,6 +103,7 @@ class _Tellers:
             Progress(share.cfg.telemetry, total=before.rows - before.rejected, done=done, work_left=0)
         )
         self._metrics = MetricsLog(share.folder, share.rank.index, gpu)
+        exit_stack.callback(self._metrics.flush)
         self.expect(work)
         record_start(
             share.folder,

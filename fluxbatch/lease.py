@@ -15,6 +15,7 @@ from typing import Any
 from fluxbatch import commit, process
 from fluxbatch.errors import FolderBusyError
 from fluxbatch.folder import RunFolder
+from fluxbatch.objects import ObjectPath
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +112,8 @@ def occupy(path: Path, record: Owner, *, gives_way: Callable[[Owner], bool]) -> 
         owner = read_owner(path)
         if owner and not gives_way(owner):
             return owner
-        _take_over(path, owner)
+        if _take_over(path, owner, record):
+            return None
     return None
 
 
@@ -121,17 +123,31 @@ def _leave(path: Path, record: Owner) -> None:
         path.unlink(missing_ok=True)
 
 
-def _take_over(path: Path, owner: Owner | None) -> None:
+def _take_over(path: Path, owner: Owner | None, record: Owner) -> bool:
+    """Remove the record that was judged, and no other; True where that put ours in its place at once."""
+    if isinstance(path, ObjectPath):
+        with contextlib.suppress(FileNotFoundError):
+            e_tag = path.stat().e_tag
+            if read_owner(path) == owner and path.store.put_if_same(path.key, _content(record), e_tag):
+                _say_taken_over(path, owner)
+                return True
+        return False
     aside = commit.temporary_sibling(path)
     with contextlib.suppress(FileNotFoundError):  # another starter was quicker
         os.rename(path, aside)
         if read_owner(aside) != owner:  # not the one that was judged: another starter has just taken over
             with contextlib.suppress(FileExistsError):
                 os.link(aside, path)
-        elif owner and path.name.startswith("rank-"):
-            what = "dead run" if not is_live(owner) else "run that was started again"
-            log.warning("took over the lease of a %s: %s", what, who(owner))
+        else:
+            _say_taken_over(path, owner)
         aside.unlink()
+    return False
+
+
+def _say_taken_over(path: Path | ObjectPath, owner: Owner | None) -> None:
+    if owner and path.name.startswith("rank-"):
+        what = "dead run" if not is_live(owner) else "run that was started again"
+        log.warning("took over the lease of a %s: %s", what, who(owner))
 
 
 def live_owners(folder: RunFolder) -> list[Owner]:

@@ -16,8 +16,6 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pyarrow.parquet as pq
-
 from fluxbatch import commit, shards, writers
 from fluxbatch.errors import FluxbatchError
 from fluxbatch.folder import RunFolder, revision_of, shard_of
@@ -103,8 +101,8 @@ def torn_lines(folder: RunFolder) -> list[str]:
     return [
         f"{path.relative_to(folder.root).as_posix()} line {number}"
         for path in sorted(folder.ledgers.glob("rank-*.jsonl"))
-        for number, text in enumerate(path.read_bytes().splitlines(), 1)
-        if text and not _says_something(text)
+        for number, text in enumerate(commit.text_lines(path), 1)
+        if text.strip() and not _says_something(text)
     ]
 
 
@@ -189,7 +187,7 @@ def attempts(folder: RunFolder, ledger: Ledger, *, before_shard: int) -> dict[st
     tried: dict[str, int] = {}
     for shard in sorted(shard for shard in ledger.commits if shard < before_shard):
         for line in (line for line in ledger.commits[shard] if line.failed):
-            rows = pq.read_table(folder.root / line.file, columns=["id", "attempts"], partitioning=None)
+            rows = writers.read_parquet(folder.root / line.file, ["id", "attempts"])
             tried.update(zip(rows["id"].to_pylist(), rows["attempts"].to_pylist(), strict=True))
     return tried
 

@@ -1,4 +1,4 @@
-"""What of a plan is still to be made, counted by bucket. Arithmetic on open shards: no batch is listed that is not begun.
+"""What of a plan is still to be made, counted by bucket: arithmetic, that lists no batch of an untouched shard.
 
 Knows names of part files and no content.
 """

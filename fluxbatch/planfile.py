@@ -178,10 +178,10 @@ class RunPlan:
         counts["reused"] = sum(num_rows for reuse, num_rows in found if reuse["taken"])
         return {"from": first["from"], **counts, "examples": first["examples"]}
 
-    def taken(self, shard: int) -> Path | None:
+    def taken(self, shard: int) -> str | None:
         """The run folder that a shard's images are taken over from; None for one that is drawn."""
         reuse = self._file(shard).reuse
-        return Path(reuse["from"]) if reuse and reuse["taken"] else None
+        return reuse["from"] if reuse and reuse["taken"] else None
 
     def fingerprints(self) -> Iterator[pa.Table]:
         """The id and fingerprint of every row with its shard and its place in it, but for rows that were made again."""
@@ -191,7 +191,11 @@ class RunPlan:
         """Columns of every row, with `shard` and `place` in it, but for rows that were made again."""
         for file in self.files:
             first = 0
-            with _naming_damage(file.path), pq.ParquetFile(file.path, page_checksum_verification=True) as rows:
+            with (
+                _naming_damage(file.path),
+                file.path.open("rb") as source,
+                pq.ParquetFile(source, page_checksum_verification=True) as rows,
+            ):
                 for batch in rows.iter_batches(columns=columns):
                     shard, place = np.divmod(np.arange(first, first + batch.num_rows), file.part.shard_size)
                     shard += file.part.first_shard
@@ -223,7 +227,8 @@ class RunPlan:
         path, metadata = self.files[part].path, self.files[part].metadata
         with (
             _naming_damage(path),
-            pq.ParquetFile(path, metadata=metadata, page_checksum_verification=True) as file,
+            path.open("rb") as source,
+            pq.ParquetFile(source, metadata=metadata, page_checksum_verification=True) as file,
         ):
             return file.read_row_group(group)
 
@@ -249,7 +254,8 @@ def _plan_files(folder: RunFolder) -> Iterator[PlanFile]:
 
 def _read_footer(path: Path) -> tuple[pq.FileMetaData, dict[str, Any]]:
     with _naming_damage(path):
-        metadata = pq.read_metadata(path)
+        with path.open("rb") as source:
+            metadata = pq.read_metadata(source)
         return metadata, json.loads(metadata.metadata[FOOTER])
 
 

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import logging
 import os
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from fluxbatch.config import OutputConfig
 from fluxbatch.errors import ConfigError, FluxbatchError
 from fluxbatch.folder import RunFolder
 from fluxbatch.left import Left
+from fluxbatch.objects import ObjectPath
 from fluxbatch.progress import data_size
 from fluxbatch.records import Bucket
 
@@ -33,6 +35,8 @@ def probe_folder(folder: RunFolder) -> None:
     ConfigError for a file system without hard links, or for a symlink in the folder: nothing is ever written outside
     `output.dir`. FluxbatchError where one name can be created twice.
     """
+    if isinstance(folder.root, ObjectPath):
+        return _probe_store(folder.root)
     _refuse_symlinks(folder)
     folder.root.mkdir(parents=True, exist_ok=True)
     first, second = (commit.temporary_sibling(folder.root / "probe") for _ in range(2))
@@ -47,6 +51,25 @@ def probe_folder(folder: RunFolder) -> None:
         for path in (first, second):
             with contextlib.suppress(OSError):
                 path.unlink()
+
+
+def _probe_store(root: ObjectPath) -> None:
+    """A store must refuse to create a name twice, and must tell at once what was written."""
+    probe = root / f"{commit.TEMPORARY_PREFIX}probe-{uuid.uuid4().hex[:12]}"
+    try:
+        if not probe.store.put_if_absent(probe.key, b"first"):
+            raise FluxbatchError(f"{root}: the object store tells of a name that nobody made; use another one")
+        commit.step("probe", root)
+        if probe.store.put_if_absent(probe.key, b"second"):
+            raise FluxbatchError(
+                f"{root}: the object store creates one name twice (it ignores If-None-Match), so two live copies of a "
+                "job could replace each other's data; use a newer version of it, or another one"
+            )
+        if probe.read_bytes() != b"first":
+            raise FluxbatchError(f"{root}: the object store does not tell at once what was written; use another one")
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink()
 
 
 def _refuse_symlinks(folder: RunFolder) -> None:
@@ -97,6 +120,8 @@ def require_room(root: Path, left: Mapping[Bucket, Left], output: OutputConfig) 
 
     Raises FluxbatchError with what is free and what is needed. Sizes are rules of thumb (`estimate.BYTES_PER_PIXEL`).
     """
+    if isinstance(root, ObjectPath):
+        return
     images = sum(found.rows for found in left.values())
     pixels = sum(found.rows * bucket.height * bucket.width for bucket, found in left.items())
     least, likely = estimate.pixel_bytes(pixels, output.image_format)

@@ -183,7 +183,7 @@ def _buckets(plan: RunPlan, measured: Mapping[str, dict[str, Any]]) -> list[dict
 def _rejections(folder: RunFolder) -> dict[str, dict[str, Any]]:
     if not folder.rejected.exists():
         return {}
-    with pq.ParquetFile(folder.rejected) as file:
+    with folder.rejected.open("rb") as source, pq.ParquetFile(source) as file:
         batches = file.iter_batches(columns=["reason", "row", "id", "message"])
         return _by_reason(pa.Table.from_batches([batch]) for batch in batches)
 
@@ -194,7 +194,7 @@ def _failures(folder: RunFolder, plan: RunPlan, failed: Mapping[int, set[str]]) 
 
 
 def _failed_rows(folder: RunFolder, plan: RunPlan, shard: int, ids: set[str]) -> pa.Table:
-    table = pq.read_table(folder.failed_shard(shard, plan.revisions.get(shard, 0)), partitioning=None)
+    table = writers.read_parquet(folder.failed_shard(shard, plan.revisions.get(shard, 0)))
     table = table.filter(pc.is_in(table["id"], value_set=pa.array(sorted(ids), pa.string())))
     reasons = pc.binary_join_element_wise(table["stage"], table["reason"], ": ")
     return table.select(["id", "attempts", "message"]).append_column("reason", reasons)

@@ -322,7 +322,7 @@ def standing_files(folder: RunFolder) -> Iterator[str]:
     for place in shard_places(folder):
         for path in sorted(place.iterdir()):
             if not path.name.startswith((commit.TEMPORARY_PREFIX, "shards-")):
-                file = path / writers.METADATA if path.is_dir() else path
+                file = path / writers.METADATA if not path.suffix and path.is_dir() else path
                 yield file.relative_to(folder.root).as_posix()
 
 
@@ -397,7 +397,7 @@ def unpack(
 
 
 def _failures(path: Path) -> Iterator[tuple[str, RowFailure]]:
-    for row in pq.read_table(path, columns=["id", *FAILURE], partitioning=None).to_pylist():
+    for row in writers.read_parquet(path, ["id", *FAILURE]).to_pylist():
         yield row.pop("id"), RowFailure(**row)
 
 

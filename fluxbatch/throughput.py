@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import duckdb
 import pyarrow as pa
 
-from fluxbatch.commit import read_lines
+from fluxbatch.commit import last_lines, read_lines
 from fluxbatch.folder import RunFolder
 from fluxbatch.metrics import HANDOVERS, STAGES, finite, rate, wait_key
 
@@ -53,18 +53,12 @@ def recent_lines(folder: RunFolder, *, count: int = RECENT_BATCHES) -> dict[int,
 
 
 def _last_lines(path: Path, count: int) -> list[Line]:
-    newest_first = map(_line, reversed(_tail(path)))
+    newest_first = map(_line, reversed(last_lines(path, TAIL_BYTES)))
     return list(islice(filter(None, newest_first), count))[::-1]
 
 
 def _logs(folder: RunFolder) -> list[Path]:
     return sorted(folder.logs.glob("metrics-rank-*.jsonl"))
-
-
-def _tail(path: Path, num_bytes: int = TAIL_BYTES) -> list[bytes]:
-    with open(path, "rb") as file:
-        file.seek(max(0, path.stat().st_size - num_bytes))
-        return file.read().splitlines()
 
 
 def _line(text: bytes) -> Line | None:
@@ -114,9 +108,8 @@ def read_log(folder: RunFolder, *, rank: int | None = None) -> pa.Table:
 
     No more than LOG_BYTES of files are read, the same of each.
     """
-    paths = [folder.metrics(rank)] if rank is not None else _logs(folder)
-    paths = [path for path in paths if path.exists()]
-    texts = (text for path in paths for text in _tail(path, LOG_BYTES // len(paths)))
+    paths = [path for path in _logs(folder) if rank is None or path.name == folder.metrics(rank).name]
+    texts = (text for path in paths for text in last_lines(path, LOG_BYTES // len(paths)))
     return pa.concat_tables([SCHEMA.empty_table(), *_chunks(filter(None, map(_line, texts)))])
 
 

@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "fluxbatch"
 # Lower ranks know nothing of higher ones; modules of one rank do not import each other unless listed in order.
 RANKS = [
     {"errors", "records", "folder", "process", "tiny"},
+    {"objects"},
     {"commit", "config", "user_cache"},
     {"compose", "ranks", "stop", "lease", "job", "plan", "rates"},
     {"rows", "estimate", "batch_size", "row_spool", "deal"},

@@ -2,9 +2,10 @@
 
 python -m fluxbatch bench plan_scale --rows 10000000 [--words 25] [--group-rows 1000000] [--folder /scratch]
 
-Writes a manifest of prompts of `--words` words (25: 200 characters), 6 shapes, ids and seeds, then measures each step in a process of its own:
-`imports` (the floor of memory), `survey` (the verb plan), `prepare` (the first start), `unchanged` (the next one),
-`compare` (a start after the manifest was touched) and `first_batch` (from the plan's footer to one batch of requests).
+Writes a manifest of prompts of `--words` words (25: 200 characters), 6 shapes, ids and seeds, then measures each step
+in a process of its own: `imports` (the floor of memory), `survey` (the verb plan), `prepare` (the first start),
+`unchanged` (the next one), `compare` (a start after the manifest was touched) and `first_batch` (from the plan's footer
+to one batch of requests).
 Memory is the peak resident set of that process. Where others use the machine too, trust CPU seconds. No warm-up; the
 manifest is warm in the page cache. Excluded: writing it. Takes no settings but manifest.memory_gib.
 """
