@@ -163,23 +163,25 @@ def publish_folder(path: Path, fill: Callable[[Path], None]) -> bool:
 
 
 @_names_path
-def replace_file(path: Path, content: bytes | Callable[[BinaryIO], object]) -> None:
-    """Replace a small state file of one owner. Never for data."""
+def replace_file(path: Path, content: bytes | Callable[[BinaryIO], object], *, durable: bool = True) -> None:
+    """Replace a small state file of one owner. Never for data. What a crash may take back need not be `durable`."""
     if isinstance(path, ObjectPath):
         return _replace_object(path, content)
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_sibling(path)
     try:
-        with open(temporary, "xb") as file:
+        with _opened_new(temporary) as file:
             content(file) if callable(content) else file.write(content)
-            fsync_file(file)
+            if durable:
+                fsync_file(file)
         step("before_replace", path)
         os.replace(temporary, path)
-        fsync_folder(path.parent)
+        if durable:
+            fsync_folder(path.parent)
         step("replaced", path)
-    finally:
+    except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink()
+        raise
 
 
 def _replace_object(path: ObjectPath, content: bytes | Callable[[BinaryIO], object]) -> None:

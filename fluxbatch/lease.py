@@ -20,6 +20,8 @@ from fluxbatch.objects import ObjectPath
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 10.0
+SLOWEST_HEARTBEAT_S = 30.0  # four of them make a lease stale
+HEARTBEATS_PER_S = 20  # of all ranks together, as far as that allows: they all write into one folder
 STALE_S = 120.0  # a lease of another host without a heartbeat for so long is nobody's
 
 Owner = dict[str, Any]  # what a file under locks/ says of its process
@@ -87,15 +89,19 @@ class Lease:
         _leave(path, self.record)
 
     def _beat(self) -> None:
-        while not self._closing.wait(HEARTBEAT_S):
+        while not self._closing.wait(heartbeat_s(self.record["world_size"])):
             # A full disk or a lost mount shows where the data is written; the heartbeat is not the place to fail.
             with contextlib.suppress(OSError):
-                owner = read_owner(self._path)
-                if _is_same_owner(owner, self.record):
-                    commit.replace_file(self._path, _content(self.record))
-                elif owner and _is_restart(owner, of=self.record):
-                    self._superseded(f"this job was started again ({who(owner)})")
-                    return
+                self.beat()
+
+    def beat(self) -> None:
+        """Say that we live; one that was started again in our place is told of and left alone."""
+        owner = read_owner(self._path)
+        if _is_same_owner(owner, self.record):
+            commit.replace_file(self._path, _content(self.record), durable=False)
+        elif owner and _is_restart(owner, of=self.record):
+            self._superseded(f"this job was started again ({who(owner)})")
+            self._closing.set()
 
     def _gives_way(self, owner: Owner) -> bool:
         return not is_live(owner) or _is_restart(self.record, of=owner)
@@ -104,6 +110,11 @@ class Lease:
         for owner in live_owners(self._folder):
             if owner.get("world_size") != self.record["world_size"] and not _is_restart(self.record, of=owner):
                 raise FolderBusyError(_sentence(self._folder, owner))
+
+
+def heartbeat_s(world_size: int) -> float:
+    """Seconds between two signs of life of one rank."""
+    return min(max(HEARTBEAT_S, world_size / HEARTBEATS_PER_S), SLOWEST_HEARTBEAT_S)
 
 
 def occupy(path: Path, record: Owner, *, gives_way: Callable[[Owner], bool]) -> Owner | None:

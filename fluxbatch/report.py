@@ -158,6 +158,7 @@ def build_report(
         "listed": {reason: found["listed"] for reason, found in (rejected | failed).items()},
         "starts": throughput.starts(folder),
         "rows_made_again": throughput.made_again(log),
+        "shards": sum(part.num_shards for part in plan.parts),
         "plan_parts": [{"kind": part.kind, "rows": part.num_rows} for part in plan.parts],
         "changes": job.get("changes", []),
         "files": sum(len(lines) for lines in ledger.commits.values()),

@@ -509,3 +509,12 @@ def test_nothing_is_left_in_the_temporary_folder(job: Job, tmp_path: Path, monke
         job.start()
     assert seen
     assert list(scratch.iterdir()) == []
+
+
+def test_a_row_group_of_the_plan_holds_whole_shards_and_there_are_never_too_many(job: Job, monkeypatch):
+    monkeypatch.setattr(plan_writer, "GROUP_ROWS", (1, 65_536))
+    monkeypatch.setattr(plan_writer, "MAX_GROUPS", 3)
+    job.write(rows_of(*range(38)))  # 8 shards of 5 rows
+    job.start()
+    metadata = pq.read_metadata(job.folder.plan())
+    assert [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)] == [15, 15, 8]

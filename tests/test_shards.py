@@ -100,7 +100,7 @@ def flipped(content: bytes, position: int) -> bytes:
 
 def test_a_damaged_part_in_the_way_of_a_commit_is_replaced(folder: RunFolder) -> None:
     plan = FakePlan(["a", "b"])
-    folder.batches.mkdir(parents=True)
+    folder.open_shard(0).mkdir(parents=True)
     folder.batch(0, 0).write_bytes(b"half a fi")
     assert shards.commit_batch(folder, finished(plan, plan.shard(0).batches[0]))
     assert shards.committed_batches(folder, 0) == {0}

@@ -5,8 +5,8 @@ python -m fluxbatch bench resume_scale --shards 100000 [--rows-a-shard 10] [--wo
 Makes a run folder of small real shards, all committed but one in a hundred, with their ledger lines spread over
 `--world-size` ranks, then measures each step in a process of its own: `ledger` (all lines), `start` (what one process
 does until it would load the model), `start_rank` (the same as one rank of many), `status`, `plan`, `report` and
-`verify` (without decoding). Memory is the peak resident set. Excluded: making the folder. Real shards hold more rows; what
-follows the number of rows is measured by plan_scale.
+`verify` (without decoding). Memory is the peak resident set. Excluded: making the folder. Real shards hold more rows;
+what follows the number of rows is measured by plan_scale.
 """
 
 from __future__ import annotations
