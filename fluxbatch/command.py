@@ -9,12 +9,12 @@ import logging
 import os
 import sys
 
-from fluxbatch import __version__, config, verbs, word_verbs
+from fluxbatch import __version__, config, job_script, verbs, word_verbs
 from fluxbatch.compose import with_config
 from fluxbatch.config import JobConfig
-from fluxbatch.errors import EXIT_FATAL, EXIT_INTERRUPTED, ConfigError, FluxbatchError, ProcessLost
+from fluxbatch.errors import EXIT_DONE, EXIT_FATAL, EXIT_INTERRUPTED, ConfigError, FluxbatchError, ProcessLost
 from fluxbatch.progress import one_line
-from fluxbatch.stop import exit_now
+from fluxbatch.stop import exit_lost
 
 
 def run_command(arguments: list[str]) -> int:
@@ -33,12 +33,15 @@ def _do_and_explain(arguments: list[str]) -> int:
             return 0
         if arguments[:1] == ["bench"]:
             return verbs.bench(arguments[1:])
+        if arguments[:1] == ["jobs"]:
+            _say(job_script.write_script(arguments[1:]))
+            return EXIT_DONE
         if arguments and arguments[0] in word_verbs.VERBS:
             return _do_words(*arguments)
         verb, as_json, overrides = _parse(arguments)
         return with_config(overrides, lambda cfg: _do(verbs.VERBS[verb], cfg, as_json=as_json))
     except ProcessLost as error:
-        exit_now(sentence(error), code=error.exit_code)
+        exit_lost(sentence(error))
     except FluxbatchError as error:
         return _refuse(error, error.exit_code)
     except KeyboardInterrupt:
@@ -56,7 +59,7 @@ def _parse(arguments: list[str]) -> tuple[str, bool, list[str]]:
         verb, rest = first, arguments[1:]
     else:
         raise ConfigError(
-            f"the verb must be one of {', '.join([*verbs.VERBS, *word_verbs.VERBS, 'bench'])}, got {first!r}"
+            f"the verb must be one of {', '.join([*verbs.VERBS, *word_verbs.VERBS, 'jobs', 'bench'])}, got {first!r}"
         )
     if verb == "verify":
         rest = ["verify.repair=true" if argument == "--repair" else argument for argument in rest]

@@ -30,6 +30,7 @@ LITERAL_KEYS = (
     "model.compile_cache",
     "run.name",
     "run.deadline",
+    "run.devices",
     "run.reuse_from",
     "telemetry.prometheus_textfile",
 )

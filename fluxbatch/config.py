@@ -133,6 +133,8 @@ class RunConfig:
     name: str | None = None  # None: the job's name, or the manifest's
     rank: int | None = None
     world_size: int | None = None
+    devices: Any = None  # one process each: all, or a list of GPU indices, UUIDs and cpu
+    max_restarts: int = 3  # of each of those processes, after a lost GPU or a kill
     help_ranks: bool = True  # with open shards, once the own share is done
     retry_failed: bool = False
     on_change: str = "refuse"  # edited rows or other output-affecting settings; or redo
@@ -202,6 +204,12 @@ def _is_text_or_texts(value: Any) -> bool:
     return all(isinstance(part, str) for part in (value if isinstance(value, list) else [value or ""]))
 
 
+def _is_devices(value: Any) -> bool:
+    words = value if isinstance(value, list) else str(value).split(",")
+    device = re.compile(r"(cuda:)?\d+|cpu|(GPU|MIG)-[\w/-]+")
+    return value is None or words == ["all"] or (bool(words) and all(device.fullmatch(str(word)) for word in words))
+
+
 RULES: tuple[Rule, ...] = (
     ("manifest.path", _is_text_or_texts, "must be a path or a list of paths"),
     ("manifest.size_policy", *_one_of("reject", "floor")),
@@ -245,6 +253,8 @@ RULES: tuple[Rule, ...] = (
     ("output.quality", lambda v: _is_int(v, 1, 100), "must be a whole number from 1 to 100"),
     ("output.png_level", lambda v: _is_int(v, 0, 9), "must be a whole number from 0 to 9"),
     ("output.row_group_mib", lambda v: _is_int(v, 1, 99), "must be a whole number from 1 to 99"),
+    ("run.devices", _is_devices, "must be null, all, or a list of GPU indices, UUIDs and cpu (0,1,3)"),
+    ("run.max_restarts", *_at_least(0)),
     ("run.on_change", *_one_of("refuse", "redo")),
     ("run.grace_s", lambda v: 0 <= v < math.inf, "must be a finite number of seconds >= 0"),
     ("run.stage_timeout_s", lambda v: 0 <= v < math.inf, "must be a finite number of seconds >= 0 (0: no limit)"),

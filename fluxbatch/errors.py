@@ -8,6 +8,7 @@ EXIT_ROW_ERRORS = 4
 EXIT_DISCREPANCY = 5
 EXIT_BUSY = 6
 EXIT_INTERRUPTED = 75
+EXIT_LOST = 71  # of a supervised process only, for its supervisor: ProcessLost, where others end with 1
 
 
 class FluxbatchError(Exception):

@@ -5,12 +5,13 @@ On a folder that holds a run already it tells what is left. Knows no weights and
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from fluxbatch import config, estimate, rates, throughput
+from fluxbatch import config, deal, devices, estimate, rates, throughput
 from fluxbatch.batch_size import RememberedSizes
 from fluxbatch.config import JobConfig
 from fluxbatch.estimate import Hours, Memory, Spread, Work
@@ -19,7 +20,7 @@ from fluxbatch.ledger import Ledger, row_counts
 from fluxbatch.left import left_in_folder
 from fluxbatch.manifest import Manifest, open_manifest
 from fluxbatch.metrics import finite
-from fluxbatch.plan import PlanPart, SizeOf, plan_part
+from fluxbatch.plan import PlanPart, SizeOf, plan_part, with_seconds
 from fluxbatch.planfile import RunPlan
 from fluxbatch.planner import Survey, survey
 from fluxbatch.progress import counted, data_size, duration
@@ -42,7 +43,8 @@ def forecast(cfg: JobConfig) -> dict[str, Any]:
     there = _standing(folder, standing, manifest, found, cfg) if standing else None
     work = list(_left(folder, standing, found, cfg, sizes) if standing else _planned(part))
     known = _known(folder, standing, cfg)
-    costs = _costs(work, cfg, known, copied=[] if standing else list(_planned(taken)))
+    dealt = standing.parts if standing else (with_seconds(part, estimate.image_seconds(cfg, known)),)
+    costs = _costs(work, cfg, known, copied=[] if standing else list(_planned(taken)), dealt=dealt)
     return _answer(found, part, taken, sizes) | {"run": there, **costs, "output_dir": str(folder.root)}
 
 
@@ -118,7 +120,9 @@ def _known(folder: RunFolder, plan: RunPlan | None, cfg: JobConfig) -> list[Know
     return known + [of for of in remembered if of.bucket not in own and of.device == (device or CPU)]
 
 
-def _costs(work: Sequence[Work], cfg: JobConfig, known: Sequence[Known], *, copied: Sequence[Work]) -> dict[str, Any]:
+def _costs(
+    work: Sequence[Work], cfg: JobConfig, known: Sequence[Known], *, copied: Sequence[Work], dealt: Sequence[PlanPart]
+) -> dict[str, Any]:
     """Hours, price and memory of what is to be drawn, and bytes of that and of what an earlier run gives."""
     size, size_rests_on = estimate.image_bytes([*work, *copied], cfg, known, codec=rates.codec(cfg.output))
     hours = estimate.gpu_hours(work, cfg, known)
@@ -128,23 +132,33 @@ def _costs(work: Sequence[Work], cfg: JobConfig, known: Sequence[Known], *, copi
         "image_bytes": round(size.likely),
         "image_bytes_range": [round(size.low), round(size.high)],
         "image_bytes_rest_on": size_rests_on,
-        **_times(hours, cfg),
+        **_times(hours, cfg, dealt),
         "memory": _memory(estimate.memory(cfg, known, largest=largest)),
     }
 
 
-def _times(hours: Hours | None, cfg: JobConfig) -> dict[str, Any]:
-    ranks, price = cfg.run.world_size or 1, cfg.run.gpu_hour_price
+def _times(hours: Hours | None, cfg: JobConfig, dealt: Sequence[PlanPart]) -> dict[str, Any]:
+    ranks, price = _num_ranks(cfg), cfg.run.gpu_hour_price
+    loads = deal.loads(dealt, ranks)
+    longest = max(loads) / sum(loads) if sum(loads) else 1 / ranks
     gpu = hours.gpu if hours else None
     return {
         "hours": gpu.likely if gpu else None,
         "gpu_hours": _range(gpu),
         "ranks": ranks,
-        "wall_hours": _range(gpu * (1 / ranks) if gpu else None),
+        "wall_hours": _range(gpu * longest if gpu else None),
         "hours_rest_on": {ground: finite(share) for ground, share in hours.rests_on.items()} if hours else {},
         "gpu_hour_price": price,
         "cost": _range(gpu * price if gpu and price is not None else None),
     }
+
+
+def _num_ranks(cfg: JobConfig) -> int:
+    """As the settings tell; of `run.devices=all` what CUDA_VISIBLE_DEVICES names, for no driver is asked here."""
+    words = [] if cfg.run.devices is None else devices.named(cfg.run.devices)
+    if words == ["all"]:
+        words = os.environ.get(devices.VISIBLE, "0").split(",")
+    return (cfg.run.world_size or 1) * max(1, len(words))
 
 
 def _range(spread: Spread | None) -> dict[str, float] | None:
@@ -227,6 +241,8 @@ def _hour_lines(answer: Mapping[str, Any]) -> list[str]:
     rests = f" ({'; '.join(grounds)})" if grounds else ""
     lines = [f"GPU hours: about {_hours(gpu)}{rests}"]
     ranks = counted(answer["ranks"], "rank")
+    if answer["shards"] < answer["ranks"]:
+        ranks += f" on {counted(answer['shards'], 'shard')}, which is never divided (plan.shard_size)"
     lines += [f"wall time: about {_durations(wall)} with {ranks}, without loading the model"]
     if cost is not None:
         lines += [f"cost: about {_hours(cost)} at {answer['gpu_hour_price']:g} a GPU hour"]

@@ -229,6 +229,11 @@ def plan_part(
     return PlanPart(index, kind, first_shard, first_batch, plan.shard_size, runs)
 
 
+def with_seconds(part: PlanPart, image_s: SecondsOf) -> PlanPart:
+    """The same part with a prediction of what its images take."""
+    return replace(part, runs=tuple(replace(run, image_s=image_s(run.bucket)) for run in part.runs))
+
+
 def plan_retry(counts: Mapping[Bucket, int], parts: Sequence[PlanPart]) -> PlanPart:
     """Plan rows of `parts` again, with the batch sizes they had: a retry launches the shapes of the first attempt."""
     before = {run.bucket: run for part in parts for run in part.runs}

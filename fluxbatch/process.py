@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping
 from pathlib import Path
+
+SUPERVISED = "FLUXBATCH_SUPERVISED"  # set for a process whose standard input ends when its supervisor does
+
+
+def is_supervised(environ: Mapping[str, str]) -> bool:
+    return environ.get(SUPERVISED) == "1"
 
 
 def host() -> str:

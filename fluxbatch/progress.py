@@ -10,7 +10,7 @@ import re
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import TracebackType
 from typing import Any, TextIO
 
@@ -51,7 +51,8 @@ class Progress:
         self._total, self._done, self._failed = total, done, 0
         self._work = dict(work or {})
         self._work_left = total - done if work_left is None else work_left
-        self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT_BATCHES)
+        self._recent: dict[Any, deque[dict[str, Any]]] = {}  # of each rank: their rates add up
+        self._last: dict[str, Any] = {}
         self._printed_s = -float("inf")
         self._unsaid = False
         self._bar: tqdm | None = None
@@ -82,7 +83,8 @@ class Progress:
         self._done += rows
         self._failed += line["rows_failed"]
         self._work_left -= self._work.get(line["bucket"], 1) * rows
-        self._recent.append(line)
+        self._recent.setdefault(line.get("rank"), deque(maxlen=RECENT_BATCHES)).append(line)
+        self._last = line
         self._unsaid = True
         if self._bar is not None:
             self._bar.set_postfix_str(", ".join(self._facts()), refresh=False)
@@ -104,24 +106,38 @@ class Progress:
 
     def _facts(self) -> list[str]:
         """`about 2:05:00 left`, `3.41 images/s`, `2 failed`, `1024x1024-28`, `GPU 98 % at 652 W`: what is known."""
-        wall_s = sum(line["wall_s"] or 0 for line in self._recent)
-        images = sum(line["rows_ok"] for line in self._recent)
         left_s = self._left_s()
+        images_per_s = sum(_per_s(lines, lambda line: line["rows_ok"]) for lines in self._recent.values())
         facts = [f"about {duration(left_s)} left"] if left_s else []
-        facts += [f"{images / wall_s:.2f} images/s"] if wall_s > 0 else []
+        facts += [f"{images_per_s:.2f} images/s"] if any(map(_wall_s, self._recent.values())) else []
         facts += [f"{self._failed} failed"] if self._failed else []
-        return [*facts, self._recent[-1]["bucket"], *_gpu_facts(self._recent[-1])]
+        return [*facts, self._last["bucket"], *_gpu_facts(self._last)]
+
+    def _work_of(self, line: dict[str, Any]) -> float:
+        return self._work.get(line["bucket"], 1) * (line["rows_ok"] + line["rows_failed"])
 
     def _left_s(self) -> float | None:
         """By the work of the last batches, first launches of a shape left out where there are others; rounded."""
-        usual = [line for line in self._recent if not line.get("first_of_shape")] or list(self._recent)
-        wall_s = sum(line["wall_s"] or 0 for line in usual)
-        done = sum(self._work.get(line["bucket"], 1) * (line["rows_ok"] + line["rows_failed"]) for line in usual)
-        if wall_s <= 0 or done <= 0 or self._work_left <= 0:
+        work_per_s = sum(_per_s(_usual(lines), self._work_of) for lines in self._recent.values())
+        if work_per_s <= 0 or self._work_left <= 0:
             return None
-        left_s = self._work_left * wall_s / done
+        left_s = self._work_left / work_per_s
         grain_s = next(grain_s for from_s, grain_s in GRAINS_S if left_s >= from_s)
         return round(left_s / grain_s) * grain_s
+
+
+def _per_s(lines: Collection[dict[str, Any]], amount: Callable[[dict[str, Any]], float]) -> float:
+    """Of one rank; 0 where no time passed."""
+    wall_s = _wall_s(lines)
+    return sum(map(amount, lines)) / wall_s if wall_s > 0 else 0.0
+
+
+def _wall_s(lines: Collection[dict[str, Any]]) -> float:
+    return sum(line["wall_s"] or 0 for line in lines)
+
+
+def _usual(lines: Collection[dict[str, Any]]) -> Collection[dict[str, Any]]:
+    return [line for line in lines if not line.get("first_of_shape")] or lines
 
 
 def _gpu_facts(line: dict[str, Any]) -> list[str]:

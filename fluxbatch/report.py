@@ -48,7 +48,10 @@ def status(folder: RunFolder) -> dict[str, Any]:
     left, drawn = left_in_folder(folder, plan, ledger) if plan else ({}, 0)
     recent = throughput.recent_lines(folder)
     now = throughput.working(recent)
-    running = [f"{owner['host']} pid {owner['pid']} rank {owner['rank']}" for owner in live_owners(folder)]
+    owners = live_owners(folder)
+    running = [f"{owner['host']} pid {owner['pid']} rank {owner['rank']}" for owner in owners]
+    world_size = max((int(owner.get("world_size", 1)) for owner in owners), default=None)
+    absent = sorted(set(range(world_size or 0)) - {int(owner.get("rank", 0)) for owner in owners})
     last_commit = max((lines[-1]["time"] for lines in recent.values()), default=None)
     return {
         "run": folder.root.name,
@@ -57,6 +60,8 @@ def status(folder: RunFolder) -> dict[str, Any]:
         "complete": plan is not None and counts.pending == 0,
         "finished": folder.success.exists(),
         "running": running,
+        "world_size": world_size,
+        "ranks_absent": absent,
         "not_running_since": None if running else last_commit,
         "bucket": now[min(now)][-1]["bucket"] if now else None,
         "images_per_s": finite(throughput.images_per_s(now), digits=4),
@@ -91,7 +96,11 @@ def status_words(found: Mapping[str, Any], *, now_s: float) -> str:
 def _state(found: Mapping[str, Any], now_s: float) -> str:
     running = found["running"]
     if running:
-        return f"{counted(len(running), 'process', 'processes')} running: {', '.join(running)}"
+        if found["world_size"] == 1:
+            return f"{counted(len(running), 'process', 'processes')} running: {', '.join(running)}"
+        absent = ", ".join(map(str, found["ranks_absent"]))
+        told = f"{len(running)} of {found['world_size']} ranks running: {', '.join(running)}"
+        return told + (f"; not running: rank {absent}" if absent else "")
     if found["finished"] and found["complete"]:
         return "finished"
     since = found["not_running_since"]

@@ -8,11 +8,12 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from fluxbatch import commit, config, deal, helping, ledger, preflight, ranks, report
+from fluxbatch import commit, config, deal, helping, ledger, preflight, process, ranks, report
 from fluxbatch.batch_size import Machine, MeasuredSizes
 from fluxbatch.config import JobConfig, RunConfig
 from fluxbatch.drawing import Drawing, tell_prometheus
@@ -58,13 +59,19 @@ def run_job(cfg: JobConfig, *, load: LoadModel | None = None) -> tuple[RowCounts
     lease = Lease(folder, rank=rank.index, world_size=rank.world_size, superseded=stop.request)
     with stop, lease:
         stop.leave = lease.release
+        if process.is_supervised(os.environ):
+            stop.follow(sys.stdin.fileno())
         log.info("output.dir %s, rank %d of %d", folder.root, rank.index, rank.world_size)
         model = functools.cache(functools.partial(load or _load_model, cfg, rank))
         size_of = _size_of(cfg, rank, model, stop)
         planned = plan_job(folder, cfg, rank, lease, size_of=size_of, earlier=earlier, check=stop.check)
         share = Share(folder, planned.plan, planned.ledger, cfg, rank, lease)
+        dealt = deal.shards_of(share.plan.parts, rank.index, rank.world_size)
+        if not dealt and rank.world_size > 1:
+            log.warning("rank %d has no shard: there are fewer than ranks (plan.shard_size=%d)",
+                        rank.index, cfg.plan.shard_size)  # fmt: skip
         with share, Drawing(share, model, stop) as drawing:
-            make_shards(share, deal.shards_of(share.plan.parts, rank.index, rank.world_size), drawing, stop)
+            make_shards(share, dealt, drawing, stop)
             while cfg.run.help_ranks and not stop.requested() and (more := helping.next_shards(share)):
                 make_shards(share, more, drawing, stop)
         counts = _finish(share, planned)

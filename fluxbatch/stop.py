@@ -13,7 +13,8 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import NoReturn
 
-from fluxbatch.errors import EXIT_INTERRUPTED, ConfigError, Interrupted
+from fluxbatch import process
+from fluxbatch.errors import EXIT_FATAL, EXIT_INTERRUPTED, EXIT_LOST, ConfigError, Interrupted
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +64,16 @@ class Stop:
 
     def requested(self) -> bool:
         return self.reason is not None
+
+    def follow(self, descriptor: int) -> None:
+        """Stop when the other end of this pipe is closed: a supervisor that is killed can send no signal."""
+        threading.Thread(target=self._await_end, args=(descriptor,), name="fluxbatch-follow", daemon=True).start()
+
+    def _await_end(self, descriptor: int) -> None:
+        with contextlib.suppress(OSError):
+            while os.read(descriptor, 64):
+                pass
+        self.request("the supervisor of this process is gone")
 
     def check(self) -> None:
         """Raise `Interrupted` where a stop is requested; called between two phases of a run."""
@@ -140,6 +151,11 @@ def exit_now(message: str, *, code: int = EXIT_INTERRUPTED) -> NoReturn:
     """
     os.write(2, f"fluxbatch: {message}\n".encode())
     os._exit(code)
+
+
+def exit_lost(message: str) -> NoReturn:
+    """The same for a process that is of no use any more; a supervisor is told so by a code of its own."""
+    exit_now(message, code=EXIT_LOST if process.is_supervised(os.environ) else EXIT_FATAL)
 
 
 def seconds_left(deadline: str | None, environ: Mapping[str, str]) -> float | None:

@@ -23,10 +23,8 @@ Verb = Callable[[JobConfig], Answer]
 
 def run(cfg: JobConfig) -> Answer:
     """Do the job, or go on with it."""
-    from fluxbatch.run import run_job
-
     _require_manifest(cfg)
-    counts, code = run_job(cfg)
+    counts, code = _run_here(cfg) if cfg.run.devices is None else _run_on_devices(cfg)
     folder = RunFolder(config.output_dir(cfg))
     words = [*_count_lines(counts), f"images: {folder.data}"]
     if counts.pending == 0:
@@ -34,6 +32,18 @@ def run(cfg: JobConfig) -> Answer:
     else:
         words += [f"this rank's share is done; {counts.pending} rows are other ranks'"]
     return asdict(counts), "\n".join(words), code
+
+
+def _run_here(cfg: JobConfig) -> tuple[RowCounts, int]:
+    from fluxbatch.run import run_job
+
+    return run_job(cfg)
+
+
+def _run_on_devices(cfg: JobConfig) -> tuple[RowCounts, int]:
+    from fluxbatch.supervisor import supervise
+
+    return supervise(cfg)
 
 
 def plan(cfg: JobConfig) -> Answer:

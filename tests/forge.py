@@ -26,18 +26,18 @@ class Forge:
     """Runs `tests/run_fake.py VERB key=value ...` with environment variables, one after another."""
 
     def __init__(self, scratch: Path) -> None:
-        self._scratch = scratch
+        self.stdout, self.stderr = scratch / "stdout", scratch / "stderr"  # of the last run
         self._process = subprocess.Popen(
             [sys.executable, str(TESTS / "forge.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
     def __call__(self, overrides: list[str], verb: str = "run", **environ: str) -> Done:
-        out, err = self._scratch / "stdout", self._scratch / "stderr"
-        order = {"arguments": [verb, *overrides], "environ": environ, "stdout": str(out), "stderr": str(err)}
+        order = {"arguments": [verb, *overrides], "environ": environ}
+        order |= {"stdout": str(self.stdout), "stderr": str(self.stderr)}
         assert self._process.stdin and self._process.stdout
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
-        return Done(int(self._process.stdout.readline()), out.read_text(), err.read_text())
+        return Done(int(self._process.stdout.readline()), self.stdout.read_text(), self.stderr.read_text())
 
     def close(self) -> None:
         assert self._process.stdin

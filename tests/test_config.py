@@ -136,12 +136,6 @@ def test_settings_overrule_the_environment_and_half_a_slurm_step_is_refused() ->
         ranks.resolve(config.RunConfig(), {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"})
 
 
-def test_every_shard_has_one_rank() -> None:
-    for world_size in (1, 3, 8):
-        owners = [[r for r in range(world_size) if ranks.Rank(r, world_size).owns(shard)] for shard in range(20)]
-        assert all(len(owner) == 1 for owner in owners)
-
-
 def test_deadlines_and_slurms_end_time() -> None:
     assert stop.seconds_left(None, {}) is None
     assert stop.seconds_left("+90", {}) == 90

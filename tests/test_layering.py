@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "fluxbatch"
 RANKS = [
     {"errors", "records", "folder", "process", "tiny"},
     {"objects"},
-    {"commit", "config", "user_cache"},
+    {"commit", "config", "user_cache", "devices"},
     {"compose", "ranks", "stop", "lease", "job", "plan", "rates"},
     {"rows", "estimate", "batch_size", "row_spool", "deal"},
     {"manifest", "planfile"},
@@ -30,10 +30,10 @@ RANKS = [
     {"page"},
     {"report"},
     {"share", "forecast", "planning"},
-    {"drawing", "helping"},
-    {"run"},
+    {"drawing", "helping", "crew_view"},
+    {"run", "supervisor"},
     {"bench"},
-    {"verbs", "word_verbs"},
+    {"verbs", "word_verbs", "job_script"},
     {"command"},
     {"__main__"},
 ]

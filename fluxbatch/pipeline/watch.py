@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from fluxbatch.errors import EXIT_FATAL, ProcessLost
-from fluxbatch.stop import exit_now
+from fluxbatch.errors import ProcessLost
+from fluxbatch.stop import exit_lost
 
 TICK_S = 1.0
 COMMIT_S = 60.0  # what is finished may take so long to reach the disk; then the process ends in any case
@@ -97,4 +97,4 @@ class Watchdog:
         if self._on_hang is not None:
             self._on_hang(ProcessLost(sentence))
             time.sleep(COMMIT_S)
-        exit_now(sentence, code=EXIT_FATAL)
+        exit_lost(sentence)

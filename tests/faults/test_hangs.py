@@ -97,7 +97,7 @@ def test_the_hang_is_handed_to_the_run_and_the_process_ends_where_the_run_does_n
     heard: list[ProcessLost] = []
     told, ended = threading.Event(), threading.Event()
     monkeypatch.setattr(watch_room, "COMMIT_S", 0.1)
-    monkeypatch.setattr(watch_room, "exit_now", lambda sentence, code: ended.set())
+    monkeypatch.setattr(watch_room, "exit_lost", lambda sentence: ended.set())
 
     def hear(error: ProcessLost) -> None:
         heard.append(error)

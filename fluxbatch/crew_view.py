@@ -1,0 +1,91 @@
+"""What a person sees of several processes of one run: their lines with a rank in front, and one bar over all of them.
+
+Reads the plan, the ledger and the batch logs of the run folder, and writes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fluxbatch.config import TelemetryConfig
+from fluxbatch.errors import FluxbatchError
+from fluxbatch.folder import RunFolder
+from fluxbatch.ledger import Ledger, row_counts
+from fluxbatch.planfile import RunPlan
+from fluxbatch.progress import Progress, one_line
+from fluxbatch.records import RowCounts
+from fluxbatch.report import NOTHING, open_batches
+
+
+class CrewView:
+    """Shows a run that other processes make. Any thread may `note`; one thread looks."""
+
+    def __init__(self, folder: RunFolder, cfg: TelemetryConfig) -> None:
+        self._folder, self._cfg = folder, cfg
+        self._read: dict[Path, int] = {path: path.stat().st_size for path in self._logs()}
+        self._progress: Progress | None = None
+        self._exit = contextlib.ExitStack()
+        self._writing = threading.Lock()
+
+    def __enter__(self) -> CrewView:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._exit.close()
+
+    def note(self, text: str) -> None:
+        with self._writing:
+            if self._progress is not None:
+                self._progress.note(text)
+            else:
+                print(one_line(text), file=sys.stderr, flush=True)
+
+    def look(self) -> None:
+        """Count the batches that were finished since the last look."""
+        lines = [line for path in self._logs() for line in self._new_lines(path)]
+        with self._writing:
+            if self._progress is not None:
+                for line in lines:
+                    self._progress.update(line)
+            elif lines:  # the plan is there, and what stands on the disk has these batches too
+                self._progress = self._exit.enter_context(self._begin())
+
+    def counts(self) -> RowCounts:
+        """The rows by state as they are now; no rows at all before there is a plan."""
+        try:
+            plan = RunPlan.open(self._folder)
+        except FluxbatchError:  # the processes have said so
+            return NOTHING
+        return row_counts(self._folder, plan, Ledger.read(self._folder, plan.revisions)) if plan else NOTHING
+
+    def _begin(self) -> Progress:
+        plan = RunPlan.open(self._folder)
+        assert plan is not None, "batches are drawn by a plan"
+        ledger = Ledger.read(self._folder, plan.revisions)
+        counts = row_counts(self._folder, plan, ledger)
+        missing, drawn = open_batches(self._folder, plan, ledger)
+        return Progress(
+            self._cfg,
+            total=counts.rows - counts.rejected,
+            done=counts.written + counts.failed + drawn,
+            work={run.bucket.name: run.bucket.work for part in plan.parts for run in part.runs},
+            work_left=sum(batch.bucket.work * batch.num_rows for batch in missing),
+        )
+
+    def _logs(self) -> list[Path]:
+        return sorted(self._folder.logs.glob("metrics-rank-*.jsonl"))
+
+    def _new_lines(self, path: Path) -> Iterator[dict[str, Any]]:
+        with open(path, "rb") as file:
+            file.seek(self._read.get(path, 0))
+            whole = file.read().rpartition(b"\n")
+        self._read[path] = self._read.get(path, 0) + len(whole[0]) + len(whole[1])
+        for text in whole[0].splitlines():
+            with contextlib.suppress(ValueError):  # torn by a kill
+                yield json.loads(text)
