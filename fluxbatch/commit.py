@@ -256,6 +256,23 @@ def text_lines(path: Path) -> Iterator[bytes]:
             yield from file
 
 
+def end_of(path: Path) -> int:
+    """Where appended lines end now, for `lines_since`: bytes, or objects."""
+    return len(list(path.iterdir())) if isinstance(path, ObjectPath) else path.stat().st_size
+
+
+def lines_since(path: Path, end: int) -> tuple[list[bytes], int]:
+    """The whole lines appended since then, and where they end now."""
+    if isinstance(path, ObjectPath):
+        parts = list(path.iterdir())
+        texts = [line for part in parts[end:] for line in part.read_bytes().splitlines()]
+        return texts, len(parts)
+    with open(path, "rb") as file:
+        file.seek(end)
+        whole = file.read().rpartition(b"\n")
+    return whole[0].splitlines(), end + len(whole[0]) + len(whole[1])
+
+
 def last_lines(path: Path, num_bytes: int) -> list[bytes]:
     """The lines in about the last `num_bytes` of what was appended; the first of them may be cut."""
     if not isinstance(path, ObjectPath):
