@@ -17,8 +17,8 @@ from fluxbatch import commit
 from fluxbatch.config import TelemetryConfig
 from fluxbatch.errors import FluxbatchError
 from fluxbatch.folder import RunFolder
-from fluxbatch.left import left_in_folder
 from fluxbatch.ledger import Ledger, row_counts
+from fluxbatch.left import left_in_folder
 from fluxbatch.planfile import RunPlan
 from fluxbatch.progress import Progress, one_line
 from fluxbatch.records import RowCounts
