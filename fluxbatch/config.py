@@ -136,6 +136,7 @@ class RunConfig:
     devices: Any = None  # one process each: all, or a list of GPU indices, UUIDs and cpu
     max_restarts: int = 3  # of each of those processes, after a lost GPU or a kill
     help_ranks: bool = True  # with open shards, once the own share is done
+    plan_only: bool = False  # end once the plan stands: thousands of GPUs need not wait for it
     retry_failed: bool = False
     on_change: str = "refuse"  # edited rows or other output-affecting settings; or redo
     reuse_from: str | None = None  # an earlier run's folder: what is unchanged is taken over from it

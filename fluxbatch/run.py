@@ -49,7 +49,7 @@ def run_job(cfg: JobConfig, *, load: LoadModel | None = None) -> tuple[RowCounts
     folder = RunFolder(config.output_dir(cfg))
     if folder.root.exists() and not folder.root.is_dir():
         raise ConfigError(f"output.dir must be a folder, got the file {folder.root}")
-    if load is None and not folder.success.exists():
+    if load is None and not folder.success.exists() and not cfg.run.plan_only:
         _check_model(cfg)
     require_loggers(cfg.telemetry.loggers)
     earlier = open_earlier(cfg)  # refuses before anything is written down of this job
@@ -65,6 +65,9 @@ def run_job(cfg: JobConfig, *, load: LoadModel | None = None) -> tuple[RowCounts
         model = functools.cache(functools.partial(load or _load_model, cfg, rank))
         size_of = _size_of(cfg, rank, model, stop)
         planned = plan_job(folder, cfg, rank, lease, size_of=size_of, earlier=earlier, check=stop.check)
+        if cfg.run.plan_only:
+            counts = ledger.row_counts(folder, planned.plan, planned.ledger)
+            return counts, _exit_code(counts, cfg)
         share = Share(folder, planned.plan, planned.ledger, cfg, rank, lease)
         dealt = deal.shards_of(share.plan.parts, rank.index, rank.world_size)
         if not dealt and rank.world_size > 1:

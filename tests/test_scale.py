@@ -6,6 +6,7 @@ from pathlib import Path
 import datasets
 import pyarrow as pa
 import pytest
+from fake_model import FakeModel
 from fake_shards import FakePlan, commit_batches, finished
 from test_run import do, manifest, rows, settings
 
@@ -101,6 +102,19 @@ def test_rejected_and_failed_rows_are_counted_table_by_table() -> None:
     found = report._by_reason(tables)
     assert list(found) == ["b", "a"] and found["b"]["rows"] == 3
     assert [row["message"] for row in found["b"]["listed"]] == ["2", "4", "5"]
+
+
+def test_a_plan_made_ahead_is_the_one_that_is_drawn(tmp_path: Path) -> None:
+    manifest(tmp_path / "m.parquet", rows(25))
+
+    def never() -> FakeModel:
+        raise AssertionError("a model was loaded")
+
+    counts, code = do([*settings(tmp_path), "run.plan_only=true"], never)
+    run = RunFolder(tmp_path / "run")
+    assert (counts.pending, code, run.success.exists(), list(run.locks.iterdir())) == (25, 0, False, [])
+    planned = run.plan().read_bytes()
+    assert do(settings(tmp_path))[0].written == 25 and run.plan().read_bytes() == planned
 
 
 def test_status_of_an_untouched_plan_makes_no_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
