@@ -8,11 +8,13 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+VARIABLE = "FLUXBATCH_CACHE"
+
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
     """$FLUXBATCH_CACHE, else $XDG_CACHE_HOME/fluxbatch, else ~/.cache/fluxbatch; no HOME: a temporary folder."""
-    if environ.get("FLUXBATCH_CACHE"):
-        return Path(environ["FLUXBATCH_CACHE"]).expanduser().absolute()
+    if environ.get(VARIABLE):
+        return Path(environ[VARIABLE]).expanduser().absolute()
     if environ.get("XDG_CACHE_HOME"):
         return Path(environ["XDG_CACHE_HOME"]).absolute() / "fluxbatch"
     if environ.get("HOME"):

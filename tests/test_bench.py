@@ -17,15 +17,17 @@ import torch
 from tiny_models import FLUX2_SCHEDULER, MAX_SEQUENCE_LENGTH, flux2_parts, model_config
 
 from fluxbatch.bench import QUESTIONS, ceilings, cluster, recipes
+from fluxbatch.bench.batch_sizes import percent_of_best
 from fluxbatch.bench.contestants import Cell, Turn
 from fluxbatch.bench.end_to_end import kernel_gaps
-from fluxbatch.bench.jobs import JobRun
+from fluxbatch.bench.jobs import JobRun, shard_size
 from fluxbatch.bench.measure import Limit, parse_size, timed_ms
 from fluxbatch.bench.peers import Seat, _order, compare, seconds_per_image
 from fluxbatch.command import run_command
 from fluxbatch.config import JobConfig, PlanConfig, SamplerConfig
 from fluxbatch.models import flux1, flux2
 from fluxbatch.models.tokens import RandomTokenizer
+from fluxbatch.pipeline import measure
 from fluxbatch.records import Bucket, RowCounts
 
 ROOT = Path(__file__).parent.parent
@@ -34,6 +36,7 @@ CASES: dict[str, list[str]] = {
     "ceilings": ["model=tiny", "--size", "64x64", "--batch-size", "1", "--seconds", "0.1"],
     "stages": [*SMALL, "--sizes", "64x64", "--repeats", "1"],
     "headspace": [*SMALL, "--sizes", "64x64", "--seconds", "0.1"],
+    "batch_sizes": ["model=tiny", "--steps", "1", "--sizes", "64x64", "--seconds", "0.1", "--up-to", "4"],
     "end_to_end": [*SMALL, "--size", "64x64", "--seconds", "0.1", "--trace"],
     "peers": [*SMALL, "--size", "64x64", "--seconds", "0.1", "--rounds", "1"],
     "host": ["--rows", "40", "--size", "64x64"],
@@ -61,7 +64,10 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     found = {}
     for what, arguments in CASES.items():
         folder = tmp_path_factory.mktemp(what)
-        code, out, err = bench(what, *arguments, "--results", str(folder), "--json")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(measure, "WARM_UP_S", 0.01)
+            patch.setattr(measure, "TIMED_S", 0.01)
+            code, out, err = bench(what, *arguments, "--results", str(folder), "--json")
         assert code == 0, f"{what}: {err}"
         found[what] = json.loads(out)
         (file,) = folder.iterdir()
@@ -88,6 +94,8 @@ def test_each_answer_has_its_figures(answers: dict[str, dict[str, Any]]) -> None
     assert answers["plan_scale"]["rows"] == 2000
     assert answers["headspace"]["cells"][0]["s_per_image"] > 0
     assert answers["stages"]["cells"][0]["step ms"] > 0
+    swept = answers["batch_sizes"]["cells"][0]
+    assert {"1", "2", "4", str(swept["batch_size"])} == set(swept["s_per_image"])
     assert answers["ceilings"]["floor_ms_per_pass"]["bf16"] > 0
     job = answers["end_to_end"]["job"]
     assert job["images"] >= 4 and answers["end_to_end"]["percent_of_ceiling"] > 0
@@ -186,6 +194,15 @@ def test_the_steady_state_leaves_out_the_batch_that_fills_the_pipeline() -> None
     done = JobRun(RowCounts(11, 11, 0, 0, 0), 20.0, lines)
     assert done.peak_gib == 31.5
     assert done.steady() == (7, 4.0) and done.whole() == (11, 13.0)
+
+
+def test_a_batch_size_is_compared_with_the_fastest_one() -> None:
+    assert percent_of_best({1: 0.4, 2: 0.25, 4: 0.2}, 2) == 80.0
+
+
+@pytest.mark.parametrize(("batch_size", "num_rows", "rows"), [(4, 72, 8), (16, 384, 48), (16, 32, 16), ("auto", 72, 9)])
+def test_a_measured_jobs_shards_hold_whole_launches(batch_size: int | str, num_rows: int, rows: int) -> None:
+    assert shard_size(PlanConfig(batch_size=batch_size, shard_size=1000), num_rows) == rows
 
 
 def test_comparisons_are_times_as_fast() -> None:
@@ -395,6 +412,8 @@ def test_helping_ranks_bounds_what_a_slow_gpu_costs_and_failures_cost_batches_on
 
 
 def test_the_calls_of_a_batch_are_few_and_do_not_grow_with_the_job(tmp_path: Path):
-    cfg = JobConfig(model=model_config(), sampler=SamplerConfig(64, 64, 2, 1.0))
+    cfg = JobConfig(
+        model=model_config(), sampler=SamplerConfig(height=64, width=64, num_inference_steps=2, guidance_scale=1.0)
+    )
     few, many = (cluster.count_operations(cfg, tmp_path / str(n), batches=n)["batch"].total() for n in (4, 16))
     assert many <= few + 0.5 and few < 13

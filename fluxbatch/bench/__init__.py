@@ -7,6 +7,7 @@ QUESTIONS = {
     "ceilings": "how fast are this model's matrix products, its attention, copies and codecs by themselves?",
     "stages": "what does each stage of the loaded model cost alone, per size and batch?",
     "headspace": "how fast is the GPU alone, one cached batch replayed?",
+    "batch_sizes": "is what plan.batch_size=auto takes about as fast as the best of a sweep?",
     "end_to_end": "how near does the real job, files on disk, come to that?",
     "peers": "how fast is the same work with what a user could run instead, in the same process, in turns?",
     "host": "how many images a second does everything but the model keep up with?",

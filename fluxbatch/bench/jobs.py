@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fluxbatch.bench.measure import device_of, parse_size, synchronize
-from fluxbatch.config import JobConfig
+from fluxbatch.config import JobConfig, PlanConfig
 from fluxbatch.folder import RunFolder
 from fluxbatch.metrics import HANDOVERS, STAGES
 from fluxbatch.models import Model, load_model
@@ -134,7 +134,7 @@ def run(cfg: JobConfig, model: Model, rows: Sequence[Request], folder: Path) -> 
     write_manifest(manifest, rows)
     job = replace(
         cfg,
-        plan=replace(cfg.plan, shard_size=min(cfg.plan.shard_size, max(MIN_SHARD_ROWS, len(rows) // SHARDS))),
+        plan=replace(cfg.plan, shard_size=shard_size(cfg.plan, len(rows))),
         manifest=replace(cfg.manifest, path=str(manifest)),
         output=replace(cfg.output, dir=str(output)),
         telemetry=replace(cfg.telemetry, progress="off"),
@@ -146,6 +146,13 @@ def run(cfg: JobConfig, model: Model, rows: Sequence[Request], folder: Path) -> 
     if counts.written < len(rows):
         log.warning("%d of %d rows were not written; rates are of written rows", len(rows) - counts.written, len(rows))
     return JobRun(counts, wall_s, lines)
+
+
+def shard_size(plan: PlanConfig, num_rows: int) -> int:
+    """Rows of a shard of a measured job: whole launches, since a shard's last one would be padded."""
+    launch = 1 if plan.batch_size == "auto" else plan.batch_size
+    rows = min(plan.shard_size, max(MIN_SHARD_ROWS, num_rows // SHARDS))
+    return max(launch, rows // launch * launch)
 
 
 def with_batch_size(cfg: JobConfig, size: int) -> JobConfig:
