@@ -43,6 +43,8 @@ def probe_folder(folder: RunFolder) -> None:
     try:
         _write(first)
         commit.step("probe", folder.root)
+        if first.read_bytes() != bytes(PROBE_BYTES):
+            raise FluxbatchError(f"{folder.root}: its file system does not tell what was written; use another one")
         _link(first, second)
         for create in (lambda: os.link(first, second), lambda: os.close(os.open(first, os.O_CREAT | os.O_EXCL))):
             _require_taken(create, folder.root)

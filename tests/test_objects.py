@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Faults
+from fake_model import FakeModel
 from forge import Done, Forge, forge
 from s3_server import BUCKET, s3_server
 from test_run import do, manifest, rows, settings
@@ -16,6 +17,9 @@ from fluxbatch import commit, config, preflight, report
 from fluxbatch.errors import ConfigError, FluxbatchError
 from fluxbatch.folder import RunFolder
 from fluxbatch.objects import ObjectPath, ObjectStore
+from fluxbatch.one_row import written_row
+from fluxbatch.publish import publish
+from fluxbatch.repair import repair
 from fluxbatch.verify import verify
 
 obstore = pytest.importorskip("obstore")
@@ -168,6 +172,38 @@ def test_a_bucket_that_is_not_there_is_told_in_one_sentence(tmp_path: Path, star
     manifest(tmp_path / "m.parquet", rows(2))
     done = starts[0](on("s3://nowhere/run", tmp_path))
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and "s3://nowhere/run" in done.stderr
+
+
+def never() -> FakeModel:
+    raise AssertionError("a model was loaded")
+
+
+def test_a_prefix_is_repaired_reused_and_looked_into_like_a_folder(tmp_path: Path) -> None:
+    manifest(tmp_path / "m.parquet", rows(25))
+    first, second = "memory:///monday", "memory:///tuesday"
+    assert do(on(first, tmp_path))[0].written == 25
+    folder = run_folder(first)
+    whole = data_files(folder)
+    damaged = folder.data / "shard-00001.parquet"
+    commit.replace_file(damaged, whole[damaged.name][:-1] + b"?")
+    assert [move.file for move in repair(folder, decode=False)] == ["data/shard-00001.parquet"]
+    assert do(on(first, tmp_path))[0].written == 25 and data_files(folder) == whole
+    assert (folder.aside / "data" / damaged.name).exists()
+    assert written_row(folder, "row 3/é").image in b"".join(whole.values())
+    assert do(on(second, tmp_path, f"run.reuse_from={first}"), never)[0].written == 25
+    assert data_files(run_folder(second)) == whole
+    with pytest.raises(ConfigError, match="must be on a disk to be published"):
+        publish(folder, repo="me/it", private=True, api=object())
+
+
+def test_ledger_lines_of_many_objects_come_in_the_order_they_were_written() -> None:
+    path = run_folder("memory:///lines").ledger(0)
+    for number in range(40):
+        commit.append_lines(path, [{"number": number}, {"again": number}])
+    read = list(commit.read_lines(path))
+    assert [line["number"] for line in read if "number" in line] == list(range(40)) and len(read) == 80
+    texts, end = commit.lines_since(path, 38)
+    assert (len(texts), end) == (4, 40)
 
 
 @pytest.mark.parametrize(
