@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fluxbatch import commit
 from fluxbatch.config import TelemetryConfig
 from fluxbatch.errors import FluxbatchError
 from fluxbatch.folder import RunFolder
 from fluxbatch.ledger import Ledger, row_counts
 from fluxbatch.left import left_in_folder
+from fluxbatch.lines import end_of, lines_since
 from fluxbatch.planfile import RunPlan
 from fluxbatch.progress import Progress, one_line
 from fluxbatch.records import RowCounts
@@ -30,7 +30,7 @@ class CrewView:
 
     def __init__(self, folder: RunFolder, cfg: TelemetryConfig) -> None:
         self._folder, self._cfg = folder, cfg
-        self._read: dict[Path, int] = {path: commit.end_of(path) for path in self._logs()}
+        self._read: dict[Path, int] = {path: end_of(path) for path in self._logs()}
         self._progress: Progress | None = None
         self._exit = contextlib.ExitStack()
         self._writing = threading.Lock()
@@ -84,7 +84,7 @@ class CrewView:
         return sorted(self._folder.logs.glob("metrics-rank-*.jsonl"))
 
     def _new_lines(self, path: Path) -> Iterator[dict[str, Any]]:
-        texts, self._read[path] = commit.lines_since(path, self._read.get(path, 0))
+        texts, self._read[path] = lines_since(path, self._read.get(path, 0))
         for text in texts:
             with contextlib.suppress(ValueError):  # torn by a kill
                 yield json.loads(text)

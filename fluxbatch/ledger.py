@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from fluxbatch import commit, shards, writers
 from fluxbatch.errors import FluxbatchError
 from fluxbatch.folder import RunFolder, revision_of, shard_of
+from fluxbatch.lines import append_lines, read_lines, text_lines
 from fluxbatch.records import RowCounts, ShardCommit, ShardPlan
 
 if TYPE_CHECKING:
@@ -55,13 +56,13 @@ class Ledger:
 
     def append(self, folder: RunFolder, rank: int, commits: list[ShardCommit]) -> None:
         """Write a shard's lines down, in one write."""
-        commit.append_lines(folder.ledger(rank), [asdict(line) for line in commits])
+        append_lines(folder.ledger(rank), [asdict(line) for line in commits])
         commit.step("ledger", folder.ledger(rank))
         self._add(commits)
 
     def forget(self, folder: RunFolder, rank: int, lost: ShardCommit) -> None:
         """Take back the line of a file that is lost."""
-        commit.append_lines(folder.ledger(rank), [asdict(replace(lost, rows=0, failed=0, bytes=0, sha256=""))])
+        append_lines(folder.ledger(rank), [asdict(replace(lost, rows=0, failed=0, bytes=0, sha256=""))])
         self.commits[lost.shard] = tuple(line for line in self.commits[lost.shard] if line.file != lost.file)
 
     def complete(self, shard: ShardPlan) -> bool:
@@ -81,7 +82,7 @@ class Ledger:
 
 
 def _lines(path: Path) -> Iterator[ShardCommit]:
-    for record in commit.read_lines(path):
+    for record in read_lines(path):
         line = _line(record)
         if line is not None:
             yield line
@@ -101,7 +102,7 @@ def torn_lines(folder: RunFolder) -> list[str]:
     return [
         f"{path.relative_to(folder.root).as_posix()} line {number}"
         for path in sorted(folder.ledgers.glob("rank-*.jsonl"))
-        for number, text in enumerate(commit.text_lines(path), 1)
+        for number, text in enumerate(text_lines(path), 1)
         if text.strip() and not _says_something(text)
     ]
 

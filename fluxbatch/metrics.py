@@ -20,8 +20,9 @@ from types import TracebackType
 from typing import Any
 
 from fluxbatch import process
-from fluxbatch.commit import append, replace_file
+from fluxbatch.commit import replace_file
 from fluxbatch.folder import RunFolder
+from fluxbatch.lines import append
 from fluxbatch.objects import ObjectPath
 from fluxbatch.records import CompressedBatch, StageTimes
 

@@ -1,177 +1,24 @@
-"""A run folder on an object store (S3, Google Cloud, Azure): its paths, its reads, and its conditional writes.
+"""Where a run may stand: a folder, or a prefix of an object store whose paths answer as a `pathlib.Path` does.
 
-`ObjectPath` answers what a run folder asks of a `pathlib.Path`, so readers need not know where a run stands. The
-promise is kept by one conditional PUT: a name is created only where nothing stands. Knows nothing of runs.
-
-Credentials are those of the environment (AWS_*, GOOGLE_*, AZURE_*) or of the machine, never of a setting.
+So the readers of a run folder need not know where it is; who creates names (`commit`, `lines`, `lease`, `preflight`)
+does. Knows nothing of runs.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import fnmatch
-import importlib
-import io
-import os
 import re
-import uuid
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import datetime
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from fluxbatch.errors import ConfigError
+from fluxbatch.object_store import ObjectStore, Stat
 
 SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "memory")
 URL = re.compile(r"([a-z][a-z0-9+.-]+)://(.*)", re.DOTALL)
-WHOLE_PUT_BYTES = 64 * 2**20  # beyond, parts go up one by one, and the name is created by a conditional copy
-READ_AHEAD_BYTES = 2**20
-TOGETHER = 32  # requests
-
-
-@dataclass(frozen=True, slots=True)
-class Stat:
-    """What `os.stat` would tell of an object."""
-
-    st_size: int
-    st_mtime_ns: int
-    e_tag: str | None = None
-
-    @property
-    def st_mtime(self) -> float:
-        return self.st_mtime_ns / 1e9
-
-
-class ObjectStore:
-    """One bucket and prefix. What its service refuses is an OSError with the name of the object."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/")
-
-    @cached_property
-    def _api(self) -> Any:
-        try:
-            return importlib.import_module("obstore")
-        except ImportError as error:
-            raise ConfigError(f"{self.url} needs the package obstore: pip install 'fluxbatch[objectstore]'") from error
-
-    @cached_property
-    def _store(self) -> Any:
-        make = importlib.import_module("obstore.store") if self._api else None
-        assert make is not None
-        if self.url.startswith("memory:"):
-            return make.MemoryStore()
-        options: dict[str, Any] = {}
-        if os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://"):
-            options["client_options"] = {"allow_http": True}
-        if self.url.startswith("s3"):
-            options["copy_if_not_exists"] = "multipart"
-        try:
-            return make.from_url(self.url, **options)
-        except Exception as error:
-            raise ConfigError(f"{self.url} cannot be opened: {_first_line(error)}") from error
-
-    @contextlib.contextmanager
-    def _named(self, key: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            error.filename = error.filename or f"{self.url}/{key}"
-            raise
-        except self._api.exceptions.BaseError as error:
-            number = errno.EACCES if "Permission" in type(error).__name__ else errno.EIO
-            raise OSError(number, _first_line(error), f"{self.url}/{key}") from error
-
-    def read(self, key: str, first: int = 0, stop: int | None = None) -> bytes:
-        """An object, or bytes first..stop of it."""
-        with self._named(key):
-            if stop is None:
-                return bytes(self._api.get(self._store, key).bytes())
-            return bytes(self._api.get_range(self._store, key, start=first, end=stop)) if stop > first else b""
-
-    def stat(self, key: str) -> Stat:
-        with self._named(key):
-            return _stat(self._api.head(self._store, key))
-
-    def put(self, key: str, content: bytes) -> None:
-        with self._named(key):
-            self._api.put(self._store, key, content)
-
-    def put_file(self, key: str, file: Path) -> None:
-        with self._named(key):
-            self._api.put(self._store, key, file)
-
-    def put_if_absent(self, key: str, content: bytes) -> bool:
-        """Whether the name was free; also where our own first try arrived and only its answer was lost."""
-        with self._named(key):
-            try:
-                self._api.put(self._store, key, content, mode="create", use_multipart=False)
-            except self._api.exceptions.AlreadyExistsError:
-                return self.read(key) == content
-        return True
-
-    def put_file_if_absent(self, key: str, file: Path) -> bool:
-        """The same for a file of any size. A large one goes up under a name of its own first."""
-        if file.stat().st_size <= WHOLE_PUT_BYTES:
-            return self.put_if_absent(key, file.read_bytes())
-        place = PurePosixPath(key)
-        temporary = str(place.with_name(f".tmp-{place.name}-{uuid.uuid4().hex[:12]}"))
-        self.put_file(temporary, file)
-        try:
-            with self._named(key):
-                try:
-                    self._api.copy(self._store, temporary, key, overwrite=False)
-                except self._api.exceptions.AlreadyExistsError:
-                    return False
-        finally:
-            self.delete(temporary)
-        return True
-
-    def put_if_same(self, key: str, content: bytes, e_tag: str | None) -> bool:
-        """Replace an object that is still the one of this ETag."""
-        with self._named(key):
-            try:
-                self._api.put(self._store, key, content, mode={"e_tag": e_tag})
-            except self._api.exceptions.PreconditionError:
-                return False
-        return True
-
-    def delete(self, key: str) -> None:
-        with self._named(key), contextlib.suppress(FileNotFoundError):
-            self._api.delete(self._store, key)
-
-    def move(self, key: str, target: str) -> None:
-        """Copy, then delete: a store has no rename."""
-        with self._named(key):
-            self._api.copy(self._store, key, target)
-        self.delete(key)
-
-    def children(self, key: str) -> tuple[list[str], list[str]]:
-        """The names of the prefixes and of the objects right under a prefix."""
-        with self._named(key):
-            found = self._api.list_with_delimiter(self._store, key or None)
-        return [PurePosixPath(name).name for name in found["common_prefixes"]], [
-            PurePosixPath(entry["path"]).name for entry in found["objects"]
-        ]
-
-    def read_all(self, keys: list[str]) -> Iterator[bytes]:
-        """Many small objects, in their order."""
-        with ThreadPoolExecutor(TOGETHER) as pool:
-            yield from pool.map(self.read, keys)
-
-
-def _stat(head: dict[str, Any]) -> Stat:
-    modified: datetime = head["last_modified"]
-    return Stat(head["size"], int(modified.timestamp() * 1e6) * 1000, head["e_tag"])
-
-
-def _first_line(error: BaseException) -> str:
-    """Without what libraries print for their own developers."""
-    return (str(error).splitlines() or [type(error).__name__])[0][:300]
 
 
 @dataclass(frozen=True)
@@ -265,7 +112,7 @@ class ObjectPath:
     def open(self, mode: str = "rb") -> BinaryIO:
         """For reading, from anywhere in it."""
         assert mode == "rb", "objects are written whole"
-        return io.BufferedReader(_Ranges(self.store, self.key), READ_AHEAD_BYTES)
+        return self.store.open(self.key)
 
     def unlink(self, *, missing_ok: bool = False) -> None:
         self.store.delete(self.key)
@@ -276,33 +123,6 @@ class ObjectPath:
 
     def replace(self, target: ObjectPath) -> ObjectPath:
         return self.rename(target)
-
-
-class _Ranges(io.RawIOBase):
-    """An object as a file: each read asks for its bytes."""
-
-    def __init__(self, store: ObjectStore, key: str) -> None:
-        self._store, self._key, self._at = store, key, 0
-        self._size = store.stat(key).st_size
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        content = self._store.read(self._key, self._at, min(self._at + len(buffer), self._size))
-        buffer[: len(content)] = content
-        self._at += len(content)
-        return len(content)
 
 
 @cache

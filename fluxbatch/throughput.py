@@ -18,8 +18,8 @@ from typing import Any, TypeAlias
 import duckdb
 import pyarrow as pa
 
-from fluxbatch.commit import last_lines, read_lines
 from fluxbatch.folder import RunFolder
+from fluxbatch.lines import last_lines, read_lines
 from fluxbatch.metrics import HANDOVERS, STAGES, finite, rate, wait_key
 
 RECENT_BATCHES = 20

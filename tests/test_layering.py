@@ -12,9 +12,10 @@ PACKAGE = Path(__file__).parent.parent / "fluxbatch"
 # Lower ranks know nothing of higher ones; modules of one rank do not import each other unless listed in order.
 RANKS = [
     {"errors", "records", "folder", "process", "tiny"},
+    {"object_store"},
     {"objects"},
     {"commit", "config", "user_cache", "devices"},
-    {"compose", "ranks", "stop", "lease", "job", "plan", "rates"},
+    {"compose", "ranks", "stop", "lease", "job", "plan", "rates", "lines"},
     {"rows", "estimate", "batch_size", "row_spool", "deal"},
     {"manifest", "planfile"},
     {"row_keys", "plan_writer"},
@@ -86,6 +87,9 @@ def test_files_and_decisions_never_import_torch_at_the_door(path: Path) -> None:
 def test_tensors_never_know_that_files_of_a_run_exist(room_of_tensors: str) -> None:
     files = {
         "commit",
+        "lines",
+        "objects",
+        "object_store",
         "shards",
         "writers",
         "ledger",

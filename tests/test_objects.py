@@ -16,7 +16,9 @@ from test_run import do, manifest, rows, settings
 from fluxbatch import commit, config, preflight, report
 from fluxbatch.errors import ConfigError, FluxbatchError
 from fluxbatch.folder import RunFolder
-from fluxbatch.objects import ObjectPath, ObjectStore
+from fluxbatch.lines import append_lines, lines_since, read_lines
+from fluxbatch.object_store import ObjectStore
+from fluxbatch.objects import ObjectPath
 from fluxbatch.one_row import written_row
 from fluxbatch.publish import publish
 from fluxbatch.repair import repair
@@ -150,7 +152,7 @@ def test_a_put_whose_answer_was_lost_counts_as_our_own(store: ObjectPath) -> Non
 def test_a_large_file_goes_up_in_parts_and_its_name_is_still_created_once(
     store: ObjectPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fluxbatch.objects.WHOLE_PUT_BYTES", 1000)
+    monkeypatch.setattr("fluxbatch.object_store.WHOLE_PUT_BYTES", 1000)
     path, content = store / "data" / "large", bytes(range(256)) * 40_000
     assert commit.publish_file(path, lambda file: file.write(content))  # type: ignore[arg-type]
     assert not commit.publish_file(path, lambda file: file.write(content[::-1]))  # type: ignore[arg-type]
@@ -199,10 +201,10 @@ def test_a_prefix_is_repaired_reused_and_looked_into_like_a_folder(tmp_path: Pat
 def test_ledger_lines_of_many_objects_come_in_the_order_they_were_written() -> None:
     path = run_folder("memory:///lines").ledger(0)
     for number in range(40):
-        commit.append_lines(path, [{"number": number}, {"again": number}])
-    read = list(commit.read_lines(path))
+        append_lines(path, [{"number": number}, {"again": number}])
+    read = list(read_lines(path))
     assert [line["number"] for line in read if "number" in line] == list(range(40)) and len(read) == 80
-    texts, end = commit.lines_since(path, 38)
+    texts, end = lines_since(path, 38)
     assert (len(texts), end) == (4, 40)
 
 

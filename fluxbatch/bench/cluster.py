@@ -20,7 +20,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -193,9 +193,9 @@ def measure(cfg: JobConfig, options: argparse.Namespace) -> Iterator[dict[str, A
     yield result
     fleet = Fleet(options.gpus, options.seconds_an_image, options.batch, options.shard_rows, options.spread,
                   options.slow, options.slow_factor, options.mtbf_h, options.restart_s)  # fmt: skip
-    for name, of in _variants(fleet).items():
-        found = simulate(of, rows=options.rows)
-        result[name] = {field: round(getattr(found, field), 2) for field in Outcome.__slots__}
+    for name, variant in _variants(fleet).items():
+        outcome = asdict(simulate(variant, rows=options.rows))
+        result[name] = {key: round(value, 2) for key, value in outcome.items()}
         print(f"{name:22} " + ", ".join(f"{field} {value:,}" for field, value in result[name].items()), flush=True)
         yield result
     result["rates"] = {name: round(rate, 1) for name, rate in _rates(options, operations).items()}
