@@ -29,6 +29,7 @@ from fluxbatch.row_keys import Earlier
 log = logging.getLogger(__name__)
 
 POLL_S = 0.25
+POLLS_PER_S = 200  # of all ranks together: each looks for the plan, and for a planner that died
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,11 @@ def plan_job(
     return Planned(description, plan, changes, committed)
 
 
+def poll_s(world_size: int) -> float:
+    """Seconds between two looks of one waiting rank."""
+    return max(POLL_S, world_size / POLLS_PER_S)
+
+
 @contextlib.contextmanager
 def _turn(
     folder: RunFolder, rank: Rank, lease: Lease, *, is_over: Callable[[], bool], check: Callable[[], None]
@@ -86,7 +92,7 @@ def _turn(
             log.info("waiting for the plan, which another rank makes: %s", who(planner))
             began = time.monotonic()
         check()
-        time.sleep(POLL_S)
+        time.sleep(poll_s(rank.world_size))
     if began is not None:
         log.info("waited %s for the plan", duration(time.monotonic() - began))
     try:

@@ -16,6 +16,7 @@ from fluxbatch.lease import STALE_S, heartbeat_s
 from fluxbatch.ledger import Ledger
 from fluxbatch.left import Left, begun_batches, left_to_make
 from fluxbatch.planfile import RunPlan
+from fluxbatch.planning import poll_s
 from fluxbatch.verify import verify
 
 
@@ -78,9 +79,9 @@ def test_a_job_of_many_shards_spreads_them_over_folders_and_loads_whole(
     assert do([*settings(tmp_path, f"output={kind}"), "plan.shard_size=5"])[0].written == 25, "an unchanged start"
 
 
-def test_heartbeats_of_many_ranks_stay_few_and_no_lease_grows_stale_between_two() -> None:
+def test_heartbeats_and_looks_of_many_ranks_stay_few_and_no_lease_grows_stale_between_two() -> None:
     assert heartbeat_s(1) == heartbeat_s(64) == 10
-    assert 1000 / heartbeat_s(1000) < 40
+    assert 1000 / heartbeat_s(1000) < 40 and 1000 / poll_s(1000) <= 200 and poll_s(8) < 1
     assert all(3 * heartbeat_s(ranks) < STALE_S for ranks in (1, 300, 1000, 100_000))
 
 
