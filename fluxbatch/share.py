@@ -29,6 +29,8 @@ from fluxbatch.reuse import Donor
 
 log = logging.getLogger(__name__)
 
+ASKED_ONE_BY_ONE = 20
+
 
 @dataclass
 class Share:
@@ -44,6 +46,7 @@ class Share:
     drawn: dict[int, set[int]] = field(default_factory=dict)  # of these, the batches that are on disk
     begun: set[int] = field(default_factory=set)  # shards that this process has drawn at
     _is_cleared: bool = False
+    _standing: set[int | None] | None = None  # shards with files when shards were opened last; None: not looked at
     _settler: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="fluxbatch-settle")
     )
@@ -60,7 +63,14 @@ class Share:
         revised = [shard for shard in ours if shard.revision]
         if revised:
             self._clear_superseded(revised, on_disk)
+        self._look_for_files(ours)
         return [shard for shard in ours if not self._is_settled(shard, on_disk.get(shard.index, set()))]
+
+    def _look_for_files(self, ours: list[ShardPlan]) -> None:
+        """Which open shards have a file all the same: of many, one listing tells it sooner than a question for each."""
+        num_open = sum(not self.ledger.complete(shard) for shard in ours)
+        files = shards.standing_files(self.folder) if num_open > ASKED_ONE_BY_ONE else None
+        self._standing = None if files is None else {shard_of(file) for file in files}
 
     def _clear_temporaries(self, begun: Iterable[int]) -> None:
         """What dead attempts left beside these shards' batches, and, the first time, anywhere."""
@@ -130,6 +140,8 @@ class Share:
         return False
 
     def _adopt(self, shard: ShardPlan) -> list[ShardCommit]:
+        if self._standing is not None and shard.index not in self._standing:
+            return []
         if not shards.stands(self.folder, shard, output=self.cfg.output):
             return []
         found = shards.adopt(self.folder, shard, self.plan.rows(shard), output=self.cfg.output)

@@ -105,6 +105,20 @@ def test_rejected_and_failed_rows_are_counted_table_by_table() -> None:
     assert [row["message"] for row in found["b"]["listed"]] == ["2", "4", "5"]
 
 
+def test_shards_that_stand_without_a_ledger_line_are_found_by_one_listing_where_many_are_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest(tmp_path / "m.parquet", rows(25))
+    do(settings(tmp_path))
+    run, asked = RunFolder(tmp_path / "run"), list[int]()
+    (run.data / "shard-00001.parquet").unlink()
+    run.ledger(0).unlink()
+    monkeypatch.setattr("fluxbatch.share.ASKED_ONE_BY_ONE", 1)
+    stands = shards.stands
+    monkeypatch.setattr(shards, "stands", lambda f, shard, **kw: asked.append(shard.index) or stands(f, shard, **kw))
+    assert do(settings(tmp_path))[0].written == 25 and asked == [0, 2]
+
+
 def test_a_plan_made_ahead_is_the_one_that_is_drawn(tmp_path: Path) -> None:
     manifest(tmp_path / "m.parquet", rows(25))
 
