@@ -210,8 +210,6 @@ def sha256_file(path: Path) -> str:
 
 def remove_temporaries(folder: Path) -> int:
     """Delete what dead attempts left in `folder`, and return how many; what may be a live copy's stays for a day."""
-    if isinstance(folder, ObjectPath):  # an upload that was cut off left nothing
-        return 0
     leftovers = [path for path in folder.glob(f"{TEMPORARY_PREFIX}*") if _is_abandoned(path)]
     for path in leftovers:
         shutil.rmtree(path, ignore_errors=True) if _is_real_folder(path) else path.unlink(missing_ok=True)

@@ -20,6 +20,7 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
+from fluxbatch import process
 from fluxbatch.errors import ConfigError
 
 WHOLE_PUT_BYTES = 64 * 2**20  # beyond, parts go up one by one, and the name is created by a conditional copy
@@ -116,8 +117,8 @@ class ObjectStore:
         """The same for a file of any size. A large one goes up under a name of its own first."""
         if file.stat().st_size <= WHOLE_PUT_BYTES:
             return self.put_if_absent(key, file.read_bytes())
-        place = PurePosixPath(key)
-        temporary = str(place.with_name(f".tmp-{place.name}-{uuid.uuid4().hex[:12]}"))
+        place, owner = PurePosixPath(key), f"{process.host()}-{os.getpid()}"
+        temporary = str(place.with_name(f".tmp-{place.name}-{uuid.uuid4().hex[:12]}-{owner}"))
         self.put_file(temporary, file)
         try:
             with self._named(key):

@@ -73,6 +73,9 @@ class ObjectPath:
     def stat(self) -> Stat:
         return self.store.stat(self.key)
 
+    def lstat(self) -> Stat:
+        return self.stat()
+
     def exists(self) -> bool:
         if not self.key:
             return self.is_dir()

@@ -1,6 +1,7 @@
 """A run folder on an object store: the real command against a real S3 protocol, kills and races among them."""
 
 import json
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -13,7 +14,7 @@ from forge import Done, Forge, forge
 from s3_server import BUCKET, s3_server
 from test_run import do, manifest, rows, settings
 
-from fluxbatch import commit, config, preflight, report
+from fluxbatch import commit, config, preflight, process, report
 from fluxbatch.errors import ConfigError, FluxbatchError
 from fluxbatch.folder import RunFolder
 from fluxbatch.lines import append_lines, lines_since, read_lines
@@ -196,6 +197,16 @@ def test_a_prefix_is_repaired_reused_and_looked_into_like_a_folder(tmp_path: Pat
     assert data_files(run_folder(second)) == whole
     with pytest.raises(ConfigError, match="must be on a disk to be published"):
         publish(folder, repo="me/it", private=True, api=object())
+
+
+def test_what_a_dead_upload_left_is_removed_by_the_next_start(tmp_path: Path) -> None:
+    manifest(tmp_path / "m.parquet", rows(12))
+    folder = run_folder("memory:///left")
+    dead, live = (f".tmp-shard-00000.parquet-0123456789ab-{process.host()}-{pid}" for pid in (2**22 + 1, os.getpid()))
+    for name in (dead, live):
+        commit.replace_file(folder.data / name, b"half")
+    assert do(on("memory:///left", tmp_path))[0].written == 12
+    assert [path.name for path in folder.data.glob(".tmp-*")] == [live]
 
 
 def test_ledger_lines_of_many_objects_come_in_the_order_they_were_written() -> None:
