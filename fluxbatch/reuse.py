@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import logging
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
@@ -108,7 +109,9 @@ class Donor:
     def __init__(self, earlier: EarlierRun, *, image_format: str, memory_gib: float) -> None:
         self._earlier = earlier
         self._format = image_format.upper()
-        self._db = duckdb.connect(config={"memory_limit": f"{int(memory_gib * 1024)}MiB", "threads": 2})
+        self._scratch = tempfile.TemporaryDirectory(prefix="fluxbatch-")  # else it spills beside us
+        config = {"memory_limit": f"{int(memory_gib * 1024)}MiB", "threads": 2, "temp_directory": self._scratch.name}
+        self._db = duckdb.connect(config=config)
         self._db.execute("CREATE TABLE earlier (id VARCHAR, drawing VARCHAR, shard BIGINT, written BOOLEAN)")
         for rows in earlier.drawings():
             self._db.register("incoming", rows)
