@@ -110,8 +110,8 @@ class Donor:
         self._earlier = earlier
         self._format = image_format.upper()
         self._scratch = tempfile.TemporaryDirectory(prefix="fluxbatch-")  # else it spills beside us
-        config = {"memory_limit": f"{int(memory_gib * 1024)}MiB", "threads": 2, "temp_directory": self._scratch.name}
-        self._db = duckdb.connect(config=config)
+        config: dict[str, Any] = {"memory_limit": f"{int(memory_gib * 1024)}MiB", "threads": 2}
+        self._db = duckdb.connect(config=config | {"temp_directory": self._scratch.name})
         self._db.execute("CREATE TABLE earlier (id VARCHAR, drawing VARCHAR, shard BIGINT, written BOOLEAN)")
         for rows in earlier.drawings():
             self._db.register("incoming", rows)
