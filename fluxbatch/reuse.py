@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
+from typing import Any
 
 import duckdb
 import numpy as np
