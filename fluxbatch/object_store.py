@@ -49,15 +49,17 @@ class ObjectStore:
 
     @cached_property
     def _api(self) -> Any:
+        return self._library("obstore")
+
+    def _library(self, name: str) -> Any:
         try:
-            return importlib.import_module("obstore")
+            return importlib.import_module(name)
         except ImportError as error:
             raise ConfigError(f"{self.url} needs the package obstore: pip install 'fluxbatch[objectstore]'") from error
 
     @cached_property
     def _store(self) -> Any:
-        make = importlib.import_module("obstore.store") if self._api else None
-        assert make is not None
+        make = self._library("obstore.store")
         if self.url.startswith("memory:"):
             return make.MemoryStore()
         options: dict[str, Any] = {}
@@ -110,7 +112,9 @@ class ObjectStore:
             try:
                 self._api.put(self._store, key, content, mode="create", use_multipart=False)
             except self._api.exceptions.AlreadyExistsError:
-                return self.read(key) == content
+                with contextlib.suppress(FileNotFoundError):  # gone again: the next try may find the name free
+                    return self.read(key) == content
+                return False
         return True
 
     def put_file_if_absent(self, key: str, file: Path) -> bool:
