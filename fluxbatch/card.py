@@ -150,7 +150,9 @@ def _made(report: Mapping[str, Any]) -> str:
         ["model", f"{_model(model)}" + (f", revision {model['revision']}" if model["revision"] else "")],
         ["licence of the model", model["license"]],
         ["sampler", _sampler(settings)],
+        ["step cache", _step_cache(sampler)],
         ["weights", f"{model['dtype']}, quantization {model['quantization']}"],
+        ["LoRA", ", ".join(f"{_file_name(lora['path'])} ({lora['weight']:g})" for lora in model.get("loras", ()))],
         ["rows without a size", f"{sampler['height']}x{sampler['width']} (height x width)"],
         ["rows without steps or guidance", f"{sampler['num_inference_steps']} steps, {sampler['guidance_scale']:g}"],
         ["rows without a seed", f"derived from seed {sampler['seed']} and the id by SHA-256, and recorded"],
@@ -167,6 +169,18 @@ def _sampler(settings: Mapping[str, Any]) -> str:
     return (
         f"Euler steps of the flow ODE, {guided[settings['model']['guidance']]}; noise drawn on the CPU from each seed"
     )
+
+
+def _step_cache(sampler: Mapping[str, Any]) -> str:
+    """Said only where it was used: pictures are then not those of the exact sampler."""
+    schedule = sampler.get("step_cache", "off")
+    if schedule == "off":
+        return ""
+    return f"{schedule}, order {sampler['step_cache_order']}: the other steps are extrapolated, an approximation"
+
+
+def _file_name(path: str) -> str:
+    return path.replace("\\", "/").rpartition("/")[2]
 
 
 def _buckets(buckets: Sequence[Mapping[str, Any]]) -> str:

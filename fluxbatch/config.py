@@ -14,6 +14,7 @@ from omegaconf import MISSING
 from fluxbatch import objects
 from fluxbatch.errors import ConfigError
 from fluxbatch.records import RowRules
+from fluxbatch.step_cache import CHOICES, StepCache
 
 OUTPUTS = ("parquet", "webdataset", "folder")
 IMAGE_FORMATS = ("png", "jpeg", "webp")
@@ -22,6 +23,7 @@ LOGGERS = ("tensorboard", "wandb", "mlflow")
 FAMILIES = ("flux1", "flux2")
 GUIDANCE = ("embedded", "classifier_free", "none")
 DTYPES = ("float32", "bfloat16", "float16")
+QUANTIZATIONS = ("none", "fp8", "int8", "fp8_weight_only", "int8_weight_only", "nvfp4")
 INT32_MAX = 2**31 - 1  # more of anything is a slip of the finger
 SEED_MIN, SEED_MAX = -(2**63), 2**64 - 1
 
@@ -50,6 +52,14 @@ class ModelPreset:
 
 
 @dataclass
+class LoraConfig:
+    """One LoRA of the transformer: `model.loras=[{path: FILE, weight: 0.8}]`."""
+
+    path: str = MISSING
+    weight: float = 1.0
+
+
+@dataclass
 class ModelConfig:
     """Which model and how it is loaded: conf/model/."""
 
@@ -58,6 +68,7 @@ class ModelConfig:
     path: str | None = None  # a local folder in diffusers' layout, a hub id, or one file with a transformer
     base: str | None = None  # beside such a file: the folder or hub id of all other components
     revision: str | None = None
+    loras: list[LoraConfig] = field(default_factory=list)  # fused into the transformer, in this order
     random_weights: bool = False  # full size from the built-in configuration; for speed only
     dtype: str = "bfloat16"
     text_encoder_dtype: str | None = None  # None: model.dtype, but bfloat16 where that is float16
@@ -65,7 +76,7 @@ class ModelConfig:
     device: str = "auto"
     cpu_threads: int = 1  # inside an operator, on a CPU; decides bits, so it does not follow the machine
     kernels: str = "auto"  # fused, diffusers, or auto: fused on CUDA in half precision
-    quantization: str = "none"  # or fp8
+    quantization: str = "none"  # of the blocks' matrices: fp8, int8, fp8_weight_only, int8_weight_only, nvfp4
     compile: str = "off"  # or regional, of diffusers' modules
     compile_cache: str | None = None  # a folder for compiled kernels; None: the user's cache, or node-local
     guidance: str = MISSING  # embedded, classifier_free or none
@@ -91,6 +102,12 @@ class SamplerConfig:
     guidance_scale: float = MISSING
     true_cfg_scale: float = 2.0  # FLUX.1 with a negative prompt: weight of the second pass
     seed: int = 0
+    step_cache: Any = "off"  # an approximation: conservative, medium, aggressive, or the steps that are computed
+    step_cache_order: int = 1  # of the extrapolation of the others: 1 or 2
+
+    def __post_init__(self) -> None:
+        if self.step_cache is False:  # what YAML makes of off
+            self.step_cache = "off"
 
 
 @dataclass
@@ -201,6 +218,12 @@ def _dtype_or_null(value: Any) -> bool:
     return value is None or value in DTYPES
 
 
+def _is_step_cache(value: Any) -> bool:
+    if not isinstance(value, list):
+        return value in CHOICES
+    return value[:1] == [0] and all(_is_int(step, 0, INT32_MAX) for step in value) and sorted(set(value)) == value
+
+
 def _is_text_or_texts(value: Any) -> bool:
     return all(isinstance(part, str) for part in (value if isinstance(value, list) else [value or ""]))
 
@@ -222,10 +245,12 @@ RULES: tuple[Rule, ...] = (
     ("model.text_encoder_dtype", lambda v: v != "float16", "must not be float16: T5 and Qwen3 overflow in it"),
     ("model.vae_dtype", _dtype_or_null, f"must be null or one of {', '.join(DTYPES)}"),
     ("model.vae_dtype", lambda v: v != "float16", "must not be float16: the VAE overflows in it and draws black"),
+    ("model.loras", lambda v: all(lora.path for lora in v), "must name a file in each path"),
+    ("model.loras", lambda v: all(math.isfinite(lora.weight) for lora in v), "must have finite numbers as weights"),
     ("model.device", lambda v: bool(re.fullmatch(r"auto|cpu|cuda(:\d+)?", v)), "must be auto, cpu, cuda or cuda:N"),
     ("model.cpu_threads", *_at_least(1)),
     ("model.kernels", *_one_of("auto", "fused", "diffusers")),
-    ("model.quantization", *_one_of("none", "fp8")),
+    ("model.quantization", *_one_of(*QUANTIZATIONS)),
     ("model.compile", *_one_of("off", "regional")),
     ("model.guidance", *_one_of(*GUIDANCE)),
     ("model.max_sequence_length", lambda v: _is_int(v, 1, 512), "must be a whole number from 1 to 512"),
@@ -241,6 +266,12 @@ RULES: tuple[Rule, ...] = (
     ("sampler.guidance_scale", lambda v: 0 <= v < math.inf, "must be a finite number >= 0"),
     ("sampler.true_cfg_scale", lambda v: 0 <= v < math.inf, "must be a finite number >= 0"),
     ("sampler.seed", lambda v: _is_int(v, SEED_MIN, SEED_MAX), "must be from -2^63 to 2^64-1"),
+    (
+        "sampler.step_cache",
+        _is_step_cache,
+        f"must be one of {', '.join(CHOICES)}, or steps such as [0,1,3,5] from 0 up",
+    ),
+    ("sampler.step_cache_order", lambda v: _is_int(v, 1, 2), "must be 1 or 2"),
     ("plan.batch_size", lambda v: v == "auto" or _is_int(v, 1, INT32_MAX), "must be auto or a whole number >= 1"),
     ("plan.shard_size", *_at_least(1)),
     ("plan.tail", *_one_of("pad")),
@@ -284,6 +315,7 @@ def check(cfg: JobConfig) -> None:
     _check_text(cfg)
     _check_place(cfg)
     _check_sizes(cfg)
+    _check_loras(cfg.model)
     _check_ranks(cfg.run)
 
 
@@ -325,6 +357,11 @@ def _check_sizes(cfg: JobConfig) -> None:
         raise ConfigError(
             f"sampler.height x sampler.width must be <= model.max_pixels={cfg.model.max_pixels}, got {size}"
         )
+
+
+def _check_loras(model: ModelConfig) -> None:
+    if model.loras and model.random_weights:
+        raise ConfigError(f"model.loras must be empty with model.random_weights=true, got {model.loras[0].path}")
 
 
 def _check_ranks(run: RunConfig) -> None:
@@ -372,18 +409,23 @@ def row_rules(cfg: JobConfig) -> RowRules:
     )
 
 
+def step_cache(sampler: SamplerConfig) -> StepCache:
+    schedule = sampler.step_cache
+    return StepCache(tuple(schedule) if isinstance(schedule, list) else schedule, sampler.step_cache_order)
+
+
 OUTPUT_AFFECTING = (
     "model.name", "model.path", "model.base", "model.revision", "model.random_weights", "model.dtype",
     "model.text_encoder_dtype", "model.vae_dtype", "model.kernels", "model.quantization", "model.cpu_threads",
     "model.compile", "model.guidance", "model.max_sequence_length", "model.encode_batch_size",
-    "sampler.true_cfg_scale", "output.kind",
+    "sampler.true_cfg_scale", "sampler.step_cache", "sampler.step_cache_order", "output.kind",
     "output.image_format", "output.quality", "output.png_level", "output.embed_parameters",
 )  # fmt: skip
 
 
 SPEED_AFFECTING = (  # what decides how long a launch takes, beside its shape and the machine
     "model.name", "model.dtype", "model.vae_dtype", "model.kernels", "model.quantization", "model.compile",
-    "model.max_sequence_length", "model.decode_max_pixels",
+    "model.max_sequence_length", "model.decode_max_pixels", "sampler.step_cache",
 )  # fmt: skip
 
 

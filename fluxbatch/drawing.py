@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fluxbatch import forecast, ledger, report
+from fluxbatch import config, forecast, ledger, report
 from fluxbatch.config import JobConfig
 from fluxbatch.errors import FluxbatchError
 from fluxbatch.folder import RunFolder
@@ -70,6 +70,7 @@ class Drawing:
             pipeline=cfg.pipeline,
             model_cfg=cfg.model,
             output=cfg.output,
+            step_cache=config.step_cache(cfg.sampler),
             draining=self._stop.requested,
             stage_timeout_s=cfg.run.stage_timeout_s,
         )

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from fluxbatch import config
 from fluxbatch.config import JobConfig, ModelConfig
 from fluxbatch.rates import Known, bytes_per_pixel
 from fluxbatch.records import Bucket
+from fluxbatch.step_cache import EVERY_STEP, StepCache
 
 # Bytes a pixel, RGB. Photographs: medians of common test images; the codecs' own spread is a factor of two.
 BYTES_PER_PIXEL = {"png": 1.5, "jpeg": 0.45, "webp": 0.35}
@@ -65,13 +67,13 @@ class Cost:
     tflop_per_s: dict[str, float]  # end to end, by recipe; measured, or taken from the nearest relative
     latent_pixels: int = 16  # side of one latent token in pixels
 
-    def image_tflop(self, bucket: Bucket, *, text_tokens: int) -> float:
-        """Of one image, from its noise to its pixels."""
+    def image_tflop(self, bucket: Bucket, *, text_tokens: int, step_cache: StepCache = EVERY_STEP) -> float:
+        """Of one image, from its noise to its pixels. Steps that are extrapolated cost next to nothing."""
         area = bucket.height * bucket.width
         tokens = area // self.latent_pixels**2 + text_tokens
         products = 2 * self.macs_per_token * self.width**2 * self.blocks * tokens
         attention = 4 * tokens**2 * self.width * self.blocks
-        passes = bucket.num_inference_steps * (2 if bucket.negative_pass else 1)
+        passes = len(step_cache.computed(bucket.num_inference_steps)) * (2 if bucket.negative_pass else 1)
         return passes * (products + attention) / 1e12 + self.decode_tflop_per_megapixel * area / 1024**2
 
 
@@ -92,7 +94,7 @@ COSTS = {
 
 def recipe(model: ModelConfig) -> str:
     """Which of a Cost's rates these settings reach on CUDA."""
-    if model.quantization == "fp8":
+    if model.quantization in ("fp8", "nvfp4"):
         return "fp8"
     return "diffusers" if model.kernels == "diffusers" or model.dtype == "float32" else "fused"
 
@@ -137,6 +139,7 @@ class _Seconds:
     def __init__(self, cfg: JobConfig, known: Sequence[Known]) -> None:
         self._cost = COSTS.get(cfg.model.name)
         self._model = cfg.model
+        self._step_cache = config.step_cache(cfg.sampler)
         self._known = {of.bucket: of for of in known}
 
     def __call__(self, bucket: Bucket) -> tuple[Spread, str] | None:
@@ -157,7 +160,8 @@ class _Seconds:
 
     def _tflop(self, bucket: Bucket) -> float:
         assert self._cost is not None
-        return self._cost.image_tflop(bucket, text_tokens=self._model.max_sequence_length)
+        text_tokens = self._model.max_sequence_length
+        return self._cost.image_tflop(bucket, text_tokens=text_tokens, step_cache=self._step_cache)
 
 
 def _runs(number: int) -> str:
@@ -187,7 +191,7 @@ class Weights:
     """GiB of bfloat16 weights as they are kept, counted from the models' own shapes (`models/residency.py`)."""
 
     transformer: float
-    transformer_fp8: float
+    transformer_8_bit: float
     text_encoders: float
     streamed: float  # of them what leaves the GPU under model.residency=windowed, the two layers that stay left out
     vae: float = 0.16
@@ -238,8 +242,8 @@ def memory(cfg: JobConfig, known: Sequence[Known], *, largest: Bucket | None) ->
 
 
 def _weights_gib(weights: Weights, model: ModelConfig, *, windowed: bool) -> float:
-    fp8 = model.quantization == "fp8"
-    transformer = weights.transformer_fp8 if fp8 else weights.transformer * _widening(model.dtype)
+    exact = weights.transformer * _widening(model.dtype)
+    transformer = exact if model.quantization == "none" else weights.transformer_8_bit
     text = weights.text_encoders - (weights.streamed if windowed else 0.0)
     text_dtype, vae_dtype = model.text_encoder_dtype or model.dtype, model.vae_dtype or model.dtype
     return transformer + text * _widening(text_dtype) + weights.vae * _widening(vae_dtype)

@@ -21,10 +21,12 @@ from fluxbatch import __version__, commit
 from fluxbatch.config import JobConfig, fingerprint
 from fluxbatch.errors import ConfigError
 from fluxbatch.folder import RunFolder
+from fluxbatch.lora_files import lora_digests
 
 log = logging.getLogger(__name__)
 
 PACKAGES = ("torch", "diffusers", "transformers", "datasets", "pyarrow", "duckdb", "pillow", "numpy", "hydra-core")
+UNSAID = {"sampler.step_cache": "off", "sampler.step_cache_order": 1}  # what a job.json means that knows no such key
 OURS = {"locks", "logs"}  # may stand in a folder before job.json does
 
 
@@ -72,13 +74,13 @@ Differences = dict[str, dict[str, Any]]  # by key, what it was and what it is
 
 def differences(stored: dict[str, Any], cfg: JobConfig) -> Differences:
     """The output-affecting settings that are others than the stored ones."""
-    now = settings_record(cfg)
-    return {key: {"was": stored.get(key), "is": now[key]} for key in now if stored.get(key) != now[key]}
+    now, was = settings_record(cfg), UNSAID | stored
+    return {key: {"was": was.get(key), "is": now[key]} for key in now if was.get(key) != now[key]}
 
 
 def settings_record(cfg: JobConfig) -> dict[str, Any]:
-    """The output-affecting settings, as they may stand in a file."""
-    return _without_secrets(fingerprint(cfg))
+    """The output-affecting settings, as they may stand in a file. LoRAs are their content, not their place."""
+    return _without_secrets(fingerprint(cfg)) | {"model.loras": lora_digests(cfg.model)}
 
 
 def refuse_differences(folder: RunFolder, found: Differences) -> None:

@@ -108,7 +108,14 @@ def draw(cfg: JobConfig, batch: Batch) -> CompressedBatch:
 
     _check_model(cfg)
     model = _load_model(cfg, ranks.resolve(RunConfig(rank=0, world_size=1), {}))
-    [done] = run_pipeline([batch], model, pipeline=cfg.pipeline, model_cfg=cfg.model, output=cfg.output)
+    [done] = run_pipeline(
+        [batch],
+        model,
+        pipeline=cfg.pipeline,
+        model_cfg=cfg.model,
+        output=cfg.output,
+        step_cache=config.step_cache(cfg.sampler),
+    )
     return done
 
 

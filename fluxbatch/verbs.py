@@ -13,6 +13,7 @@ from fluxbatch import config, job
 from fluxbatch.config import JobConfig
 from fluxbatch.errors import EXIT_DISCREPANCY, EXIT_DONE, EXIT_ROW_ERRORS, ConfigError
 from fluxbatch.folder import RunFolder
+from fluxbatch.lora_files import lora_paths
 from fluxbatch.records import RowCounts
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ def plan(cfg: JobConfig) -> Answer:
 
     _require_manifest(cfg)
     _warn_of_missing_model(cfg)
+    lora_paths(cfg.model)
     _refuse_other_settings(RunFolder(config.output_dir(cfg)), cfg)
     answer = forecast.forecast(cfg)
     row_errors = answer["rejected"] and cfg.run.fail_on_row_errors

@@ -113,7 +113,15 @@ def render(words: Words) -> Answer:
     ]
     if not equal:
         lines += [f"  {name} was {was}, is {now}" for name, was, now in _changed_versions(folder)]
+        lines += [f"  {name} was {was}, is {now}" for name, was, now in _changed_settings(folder, cfg)]
     return answer, "\n".join(lines), EXIT_DONE if equal else EXIT_DISCREPANCY
+
+
+def _changed_settings(folder: RunFolder, cfg: JobConfig) -> list[tuple[str, Any, Any]]:
+    """What the recorded settings mean now and did not then: a LoRA file with another content."""
+    stored = job.read_job(folder)
+    changed = job.differences(stored["fingerprint"], cfg) if stored else {}
+    return [(key, change["was"], change["is"]) for key, change in changed.items()]
 
 
 def _run_folder(words: Words) -> tuple[RunFolder, JobConfig]:

@@ -20,6 +20,7 @@ from fluxbatch.bench import QUESTIONS, ceilings, cluster, recipes
 from fluxbatch.bench.batch_sizes import percent_of_best
 from fluxbatch.bench.contestants import Cell, Turn
 from fluxbatch.bench.end_to_end import kernel_gaps
+from fluxbatch.bench.fidelity import psnr_db
 from fluxbatch.bench.jobs import JobRun, shard_size
 from fluxbatch.bench.measure import Limit, parse_size, timed_ms
 from fluxbatch.bench.peers import Seat, _order, compare, seconds_per_image
@@ -40,6 +41,16 @@ CASES: dict[str, list[str]] = {
     "end_to_end": [*SMALL, "--size", "64x64", "--seconds", "0.1", "--trace"],
     "peers": [*SMALL, "--size", "64x64", "--seconds", "0.1", "--rounds", "1"],
     "host": ["--rows", "40", "--size", "64x64"],
+    "fidelity": [
+        "model=tiny",
+        "--rows",
+        "1",
+        "--batch-size",
+        "1",
+        "sampler.height=64",
+        "sampler.width=64",
+        "sampler.num_inference_steps=6",
+    ],
     "pipelines": [*SMALL, "--rows", "3", "--sizes", "64x64"],
     "plan_scale": ["--rows", "2000"],
     "resume_scale": ["--shards", "100", "--rows-a-shard", "2", "--world-size", "2"],
@@ -203,6 +214,20 @@ def test_a_batch_size_is_compared_with_the_fastest_one() -> None:
 @pytest.mark.parametrize(("batch_size", "num_rows", "rows"), [(4, 72, 8), (16, 384, 48), (16, 32, 16), ("auto", 72, 9)])
 def test_a_measured_jobs_shards_hold_whole_launches(batch_size: int | str, num_rows: int, rows: int) -> None:
     assert shard_size(PlanConfig(batch_size=batch_size, shard_size=1000), num_rows) == rows
+
+
+def test_fidelity_measures_each_variant_against_the_exact_pictures(answers: dict[str, dict[str, Any]]) -> None:
+    found = {variant["name"]: variant for variant in answers["fidelity"]["variants"]}
+    assert found["float32"]["psnr_db"] is None, "equal to itself"
+    assert all(10 < variant["psnr_db"] < 100 for name, variant in found.items() if name != "float32")
+    assert [found[f"{name}, order 1"]["steps"] for name in ("conservative", "medium", "aggressive")] == [5, 4, 4]
+
+
+def test_psnr_is_that_of_all_pixels_together() -> None:
+    black, grey = np.zeros((2, 2, 3), np.uint8), np.full((2, 2, 3), 51, np.uint8)
+    assert psnr_db([black], [black]) is None
+    assert psnr_db([grey], [black]) == pytest.approx(13.98, abs=0.01)  # a fifth of the range: 20 log10(5)
+    assert psnr_db([grey, black], [black, black]) == pytest.approx(13.98 + 3.01, abs=0.01)
 
 
 def test_comparisons_are_times_as_fast() -> None:

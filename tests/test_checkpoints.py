@@ -223,13 +223,17 @@ def test_the_embedded_model_needs_no_base(tmp_path: Path) -> None:
         {"kernels": "fused"},
         {"kernels": "fused", "dtype": "bfloat16", "quantization": "fp8"},
         {"dtype": "bfloat16", "quantization": "fp8", "residency": "windowed"},
+        {"dtype": "bfloat16", "quantization": "int8"},
+        {"dtype": "bfloat16", "quantization": "int8_weight_only", "residency": "windowed"},
     ],
 )
 @pytest.mark.parametrize("family", ["flux1", "flux2"])
 def test_a_file_goes_on_like_a_folder(family: str, changes: dict[str, str], request: Any, tmp_path: Path) -> None:
-    """Fused operations, FP8 made of what was dequantised, text encoder layers on the host."""
+    """Fused operations, eight bits made of the numbers in the file, text encoder layers on the host."""
     base = request.getfixturevalue(f"{family}_base")
-    path = write(tmp_path / "model.safetensors", bfl(state(base), family=family))
+    dtype = getattr(torch, changes.get("dtype", "float32"))  # a folder's wider numbers are rounded to it first
+    rounded = {key: tensor.to(dtype) for key, tensor in state(base).items()}
+    path = write(tmp_path / "model.safetensors", bfl(rounded, family=family))
     ours = load_model(settings(family, base, path=str(path), **changes), true_cfg_scale=2.0)
     folder = load_model(settings(family, None, path=str(base), **changes), true_cfg_scale=2.0)
     assert all((a == b).all() for a, b in zip(pixels(ours, ROWS), pixels(folder, ROWS), strict=True))

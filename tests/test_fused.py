@@ -16,12 +16,15 @@ from fluxbatch.models.fused import ops
 from fluxbatch.models.fused.decoder import FusedDecoder, attend
 from fluxbatch.models.fused.flux1 import FusedFlux1
 from fluxbatch.models.fused.flux2 import FusedFlux2
-from fluxbatch.models.fused.linear import Linear
+from fluxbatch.models.fused.linear import Linear, int8_product
 from fluxbatch.models.fused.ops import Activation, Layout, Modulation, Rows
 from fluxbatch.models.fused.qwen3 import fuse_layers
+from fluxbatch.models.precision import EXACT, PRECISIONS
 
 GPU = pytest.mark.gpu
 CUDA = torch.cuda.is_available()
+EIGHT_BIT = [torch.float8_e4m3fn, torch.int8]
+QUANTIZED = ["fp8", "int8", "fp8_weight_only", "int8_weight_only"]
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:
@@ -35,9 +38,14 @@ def numbers(rows: Rows) -> Tensor:
 # --- whole pictures ---------------------------------------------------------------------------------------------------
 
 
-def fused_flux1(parts: dict[str, Any], *, float8: bool = False) -> Any:
+def fused_flux1(parts: dict[str, Any], *, quantization: str = "none") -> Any:
     parts = {**parts, "transformer": deepcopy(parts["transformer"]), "vae": deepcopy(parts["vae"])}
-    fused = FusedFlux1.take_over(parts["transformer"], float8=float8, cudnn_attention=False, device=torch.device("cpu"))
+    fused = FusedFlux1.take_over(
+        parts["transformer"],
+        precision=PRECISIONS[quantization],
+        cudnn_attention=False,
+        device=torch.device("cpu"),
+    )
     return flux1({**parts, "fused": fused, "decoder": FusedDecoder.of(parts["vae"])})
 
 
@@ -60,15 +68,16 @@ def test_fused_flux2_draws_what_diffusers_draws(negative_pass: bool) -> None:
     theirs = [reference(pipeline, row, text_encoder_out_layers=(9, 18, 27)) for row in MIXED[:3]]
     model = flux2(parts)
     transformer, vae = deepcopy(parts["transformer"]), deepcopy(parts["vae"])
-    model._fused = FusedFlux2.take_over(transformer, float8=False, cudnn_attention=False, device=torch.device("cpu"))
+    model._fused = FusedFlux2.take_over(transformer, precision=EXACT, cudnn_attention=False, device=torch.device("cpu"))
     model._decode = FusedDecoder.of(vae)
     rows = MIXED[1:3] if negative_pass else MIXED[:3]
     assert_same_pictures(pixels(model, rows, negative_pass=negative_pass), theirs[-len(rows) :])
 
 
-def test_fp8_draws_nearly_the_same_picture_and_another_one_than_without() -> None:
+@pytest.mark.parametrize("quantization", QUANTIZED)
+def test_eight_bits_draw_nearly_the_same_picture_and_another_one_than_without(quantization: str) -> None:
     parts = flux1_parts()
-    exact, rounded = (pixels(fused_flux1(parts, float8=float8), MIXED[:2]) for float8 in (False, True))
+    exact, rounded = (pixels(fused_flux1(parts, quantization=how), MIXED[:2]) for how in ("none", quantization))
     for ours, theirs in zip(rounded, exact, strict=True):
         difference = abs(ours.astype(int) - theirs.astype(int))
         assert difference.max() > 0, "nothing was quantised"
@@ -88,36 +97,40 @@ def test_the_embedded_model_runs_on_fused_operations_and_in_fp8() -> None:
 # --- a row and its neighbours -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("float8", [False, True])
-def test_a_row_keeps_its_bits_whatever_its_neighbours_and_its_slot(float8: bool) -> None:
-    model = fused_flux1(flux1_parts(), float8=float8)
+@pytest.mark.parametrize("quantization", ["none", *QUANTIZED])
+def test_a_row_keeps_its_bits_whatever_its_neighbours_and_its_slot(quantization: str) -> None:
+    model = fused_flux1(flux1_parts(), quantization=quantization)
     rows = MIXED[:3]
     forth, back = pixels(model, rows), pixels(model, rows[::-1])[::-1]
     assert all((a == b).all() for a, b in zip(forth, back, strict=True))
 
 
-def test_a_broken_row_does_not_reach_its_neighbours_through_fp8_scales() -> None:
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+@pytest.mark.parametrize("into", EIGHT_BIT)
+def test_a_broken_row_stays_broken_and_does_not_reach_its_neighbours_through_scales(
+    into: torch.dtype, broken: float
+) -> None:
     values = torch.randn(4, 32)
-    values[1] = torch.nan
-    clean = ops.quantize_rows_plain(values[[0, 2, 3]])
-    rows = ops.quantize_rows_plain(values)
-    assert numbers(rows)[1].isnan().all()
+    values[1, 7] = broken
+    clean = ops.quantize_rows_plain(values[[0, 2, 3]], into)
+    rows = ops.quantize_rows_plain(values, into)
+    assert not numbers(rows)[1].isfinite().all()
     assert torch.equal(numbers(rows)[[0, 2, 3]], numbers(clean))
 
 
 def test_fp8_rows_are_within_its_rounding_and_a_row_of_zeros_stays_zero() -> None:
     values = torch.randn(64, 256) * torch.logspace(-3, 3, 64)[:, None]
     values[5] = 0
-    error = (numbers(ops.quantize_rows_plain(values)) - values).abs()
+    error = (numbers(ops.quantize_rows_plain(values, ops.FLOAT8)) - values).abs()
     assert (error <= values.abs() * 2**-4 + values.abs().amax(1, keepdim=True) * 2**-10).all()  # 3 bits of mantissa
-    assert not numbers(ops.quantize_rows_plain(values))[5].any()
+    assert not numbers(ops.quantize_rows_plain(values, ops.FLOAT8))[5].any()
 
 
 def test_an_fp8_product_is_within_the_rounding_of_its_factors() -> None:
     layer = torch.nn.Linear(256, 64)
     x = torch.randn(32, 256)
     exact = layer(x)
-    quantised = Linear.packed(layer, float8=True)(ops.quantize_rows_plain(x))
+    quantised = Linear.packed(layer, precision=PRECISIONS["fp8"])(ops.quantize_rows_plain(x, ops.FLOAT8))
     assert relative_error(quantised, exact) < 0.06
 
 
@@ -150,7 +163,7 @@ def test_both_streams_of_the_first_rows_see_their_own_modulation() -> None:
     layout = Layout(text_tokens=1, image_tokens=1, batch=2)
     x = torch.tensor([[1.0, -1.0]] * 4)
     shift = torch.arange(4.0).view(2, 2, 1).expand(2, 2, 2)
-    rows = ops.residual_modulate(x, None, None, Modulation(shift, torch.zeros(2, 2, 2), float8=False), layout, eps=0.0)
+    rows = ops.residual_modulate(x, None, None, Modulation(shift, torch.zeros(2, 2, 2), into=None), layout, eps=0.0)
     assert rows.values.tolist() == [[1.0, -1.0], [2.0, 0.0], [3.0, 1.0], [4.0, 2.0]]
 
 
@@ -204,12 +217,12 @@ DTYPES = [torch.bfloat16, torch.float16]
 
 
 @GPU
-@pytest.mark.parametrize("float8", [False, True])
+@pytest.mark.parametrize("into", [None, *EIGHT_BIT])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [3072, 4096, 72])
-def test_kernel_residual_modulate(both: Any, width: int, dtype: torch.dtype, float8: bool) -> None:
+def test_kernel_residual_modulate(both: Any, width: int, dtype: torch.dtype, into: torch.dtype | None) -> None:
     x, y, mods = random(51, width, dtype=dtype), random(51, width, dtype=dtype), random(2, 3, 6, width, dtype=dtype)
-    modulation = Modulation(mods[:, :, 0], mods[:, :, 1], float8)
+    modulation = Modulation(mods[:, :, 0], mods[:, :, 1], into)
     for update in (y, None):
         plain, ours = both(lambda y=update: (z := x.clone(), ops.residual_modulate(
             z, y, mods[:, :, 2], modulation, LAYOUT, eps=1e-6)))  # fmt: skip
@@ -233,14 +246,38 @@ def test_kernel_rotate_heads(both: Any, num_heads: int) -> None:
 
 
 @GPU
-@pytest.mark.parametrize("float8", [False, True])
+@pytest.mark.parametrize("into", [None, *EIGHT_BIT])
 @pytest.mark.parametrize("kind", list(Activation))
-def test_kernel_activate(both: Any, kind: Activation, float8: bool) -> None:
+def test_kernel_activate(both: Any, kind: Activation, into: torch.dtype | None) -> None:
     attention, wide = random(51, 384), random(51, 3 * 384 + 2 * 1152)
     mlp = {Activation.NONE: None, Activation.GELU: wide[:, 1152:2304], Activation.SWIGLU: wide[:, 1152:]}[kind]
-    plain, ours = both(lambda: ops.activate(attention, mlp, kind, float8=float8))
+    plain, ours = both(lambda: ops.activate(attention, mlp, kind, into=into))
     assert ours.values.shape == plain.values.shape
     assert relative_error(numbers(ours), numbers(plain)) < 2e-3
+
+
+@GPU
+@pytest.mark.parametrize("rows", [3, 17, 4608])
+@pytest.mark.parametrize("biased", [False, True])
+def test_kernel_of_int8_products_is_exact_in_whole_numbers(both: Any, rows: int, biased: bool) -> None:
+    layer = torch.nn.Linear(384, 1152, bias=biased, device="cuda", dtype=torch.bfloat16)
+    packed, x = Linear.packed(layer, precision=PRECISIONS["int8"]), random(rows, 384)
+    eight = ops.quantize_rows_plain(x.float(), torch.int8)
+    wanted = eight.values.double() @ packed.weight.double().t()
+    assert torch.equal(int8_product(eight.values, packed.weight).double(), wanted)
+    plain, ours = both(lambda: packed(eight))
+    assert relative_error(ours, plain) < 2e-3
+
+
+@GPU
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+@pytest.mark.parametrize("into", EIGHT_BIT)
+def test_kernels_keep_a_broken_row_broken(both: Any, into: torch.dtype, broken: float) -> None:
+    attention = random(6, 384)
+    attention[2, 7] = broken
+    for rows in both(lambda: ops.activate(attention, None, Activation.NONE, into=into)):
+        finite = numbers(rows).isfinite().all(dim=1)
+        assert finite.tolist() == [True, True, False, True, True, True]
 
 
 @GPU
@@ -275,8 +312,8 @@ def test_kernels_of_the_text_encoder_and_of_wide_attention(both: Any) -> None:
 
 
 @GPU
-@pytest.mark.parametrize("float8", [False, True])
-def test_on_a_gpu_a_row_keeps_its_bits_and_half_precision_its_error(float8: bool) -> None:
+@pytest.mark.parametrize("quantization", ["none", *QUANTIZED])
+def test_on_a_gpu_a_row_keeps_its_bits_and_half_precision_its_error(quantization: str) -> None:
     from fluxbatch.models.flux1 import RANDOM, FluxTransformer2DModel
 
     torch.manual_seed(0)
@@ -300,7 +337,8 @@ def test_on_a_gpu_a_row_keeps_its_bits_and_half_precision_its_error(float8: bool
 
     with torch.no_grad():
         reference_out, half_out = theirs(exact, torch.float32), theirs(module, torch.bfloat16)
-        fused = FusedFlux1.take_over(module, float8=float8, cudnn_attention=True, device=torch.device("cuda"))
+        how = PRECISIONS[quantization]
+        fused = FusedFlux1.take_over(module, precision=how, cudnn_attention=True, device=torch.device("cuda"))
 
         def ours(order: Tensor) -> Tensor:
             conditions = fused.conditions(
@@ -315,4 +353,4 @@ def test_on_a_gpu_a_row_keeps_its_bits_and_half_precision_its_error(float8: bool
         forth, back = ours(torch.tensor([0, 1])), ours(torch.tensor([1, 0]))
     assert torch.equal(forth, back.flip(0))
     own_error = relative_error(half_out, reference_out)
-    assert relative_error(forth, reference_out) < (own_error + 0.05 if float8 else 1.2 * own_error)
+    assert relative_error(forth, reference_out) < (1.2 * own_error if quantization == "none" else own_error + 0.05)

@@ -11,10 +11,11 @@ PACKAGE = Path(__file__).parent.parent / "fluxbatch"
 
 # Lower ranks know nothing of higher ones; modules of one rank do not import each other unless listed in order.
 RANKS = [
-    {"errors", "records", "folder", "process", "tiny"},
+    {"errors", "records", "folder", "process", "step_cache", "tiny"},
     {"object_store"},
     {"objects"},
     {"commit", "config", "user_cache", "devices"},
+    {"lora_files"},
     {"compose", "ranks", "stop", "lease", "job", "plan", "rates", "lines"},
     {"rows", "estimate", "batch_size", "row_spool", "deal"},
     {"manifest", "planfile"},

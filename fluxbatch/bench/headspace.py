@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fluxbatch import config
 from fluxbatch.bench import jobs
 from fluxbatch.bench.measure import GpuWatch, Limit, free_memory, peak_gib, reset_peak, synchronize, table, timed_ms
 from fluxbatch.config import JobConfig, ModelConfig
@@ -68,6 +69,7 @@ class CachedBatch:
     def __init__(self, model: Model, bucket: Bucket, cfg: JobConfig, *, size: int) -> None:
         self.model, self.bucket, self.size = model, bucket, size
         self._decode_max_pixels = cfg.model.decode_max_pixels
+        self._step_cache = config.step_cache(cfg.sampler)
         rows = jobs.requests(size, bucket, guidance_scale=cfg.sampler.guidance_scale)
         self._noise = _noise(model, bucket, seeds=[row.seed for row in rows])
         self._guidance = torch.tensor([row.guidance_scale for row in rows], device=model.device)
@@ -94,6 +96,7 @@ class CachedBatch:
             guidance=self._guidance,
             bucket=self.bucket,
             before_step=lambda: None,
+            step_cache=self._step_cache,
         )
 
     @torch.inference_mode()

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from fluxbatch import config
 from fluxbatch.bench import jobs
 from fluxbatch.bench.measure import peak_gib
 from fluxbatch.config import JobConfig
@@ -62,7 +63,14 @@ def run_mode(mode: str, model: Model, cfg: JobConfig, batches: list[Batch]) -> t
 
 def _pipeline(mode: str, model: Model, cfg: JobConfig, batches: list[Batch]) -> Iterator[CompressedBatch]:
     pipeline = replace(cfg.pipeline, mode=mode, depth=1 if mode == "serial" else 2)
-    return run_pipeline(iter(batches), model, pipeline=pipeline, model_cfg=cfg.model, output=cfg.output)
+    return run_pipeline(
+        iter(batches),
+        model,
+        pipeline=pipeline,
+        model_cfg=cfg.model,
+        output=cfg.output,
+        step_cache=config.step_cache(cfg.sampler),
+    )
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

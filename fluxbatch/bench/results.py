@@ -18,7 +18,8 @@ import torch
 
 from fluxbatch.bench.measure import GIB, device_of
 from fluxbatch.commit import replace_file
-from fluxbatch.config import JobConfig, fingerprint
+from fluxbatch.config import JobConfig
+from fluxbatch.job import settings_record
 
 log = logging.getLogger(__name__)
 
@@ -124,4 +125,6 @@ def _settings(cfg: JobConfig) -> dict[str, Any]:
         "pipeline.compress_workers": cfg.pipeline.compress_workers,
         "model.decode_max_pixels": cfg.model.decode_max_pixels,
     }
-    return {key: value for key, value in fingerprint(cfg).items() if key not in ("model.path", "model.base")} | others
+    return {
+        key: value for key, value in settings_record(cfg).items() if key not in ("model.path", "model.base")
+    } | others

@@ -18,6 +18,7 @@ from torch import Tensor
 from fluxbatch.config import ModelConfig
 from fluxbatch.models import compile_cache, loading, memory, tuning
 from fluxbatch.models.checkpoints import convert
+from fluxbatch.models.lora import read_loras
 from fluxbatch.records import Bucket
 
 
@@ -91,6 +92,8 @@ def check_model(cfg: ModelConfig) -> None:
     folder, file = loading.model_folder(cfg), loading.checkpoint_file(cfg)
     if file is not None:
         convert.fit(file, cfg=cfg, folder=folder)
+    if cfg.loras:
+        read_loras(cfg, convert.transformer_shapes(cfg, folder))
 
 
 def load_model(cfg: ModelConfig, *, true_cfg_scale: float) -> Model:

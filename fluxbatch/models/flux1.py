@@ -21,6 +21,7 @@ from fluxbatch.models import Decode, Flow, PromptEmbeds, Schedule, Tokens, loadi
 from fluxbatch.models.checkpoints import convert
 from fluxbatch.models.fused.decoder import FusedDecoder
 from fluxbatch.models.fused.flux1 import FusedFlux1
+from fluxbatch.models.precision import PRECISIONS
 from fluxbatch.models.schedule import flow_schedule, flux1_mu
 from fluxbatch.models.tokens import RandomTokenizer, tokenize_fixed
 from fluxbatch.records import Bucket
@@ -227,7 +228,7 @@ def _fused(parts: dict[str, Any], cfg: ModelConfig, placement: loading.Placement
     cudnn = tuning.cudnn_attention(parts["transformer"].config.attention_head_dim, placement)
     fused = FusedFlux1.take_over(
         parts["transformer"],
-        float8=cfg.quantization == "fp8",
+        precision=PRECISIONS[cfg.quantization],
         cudnn_attention=cudnn,
         device=placement.device,
     )

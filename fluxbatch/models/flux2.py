@@ -23,6 +23,7 @@ from fluxbatch.models.checkpoints import convert
 from fluxbatch.models.fused.decoder import FusedDecoder
 from fluxbatch.models.fused.flux2 import FusedFlux2
 from fluxbatch.models.fused.qwen3 import fuse_layers
+from fluxbatch.models.precision import PRECISIONS
 from fluxbatch.models.schedule import flow_schedule, flux2_mu
 from fluxbatch.models.tokens import RandomTokenizer, tokenize_fixed
 from fluxbatch.records import Bucket
@@ -268,7 +269,7 @@ def _fused(parts: dict[str, Any], cfg: ModelConfig, placement: loading.Placement
     cudnn = tuning.cudnn_attention(parts["transformer"].config.attention_head_dim, placement)
     fused = FusedFlux2.take_over(
         parts["transformer"],
-        float8=cfg.quantization == "fp8",
+        precision=PRECISIONS[cfg.quantization],
         cudnn_attention=cudnn,
         device=placement.device,
     )

@@ -336,6 +336,15 @@ def stored(
     return module.eval()
 
 
+def weight_files(folder: Path, stem: str) -> list[Path]:
+    """The safetensors files of one component: one, or those that its index names."""
+    whole = folder / f"{stem}.safetensors"
+    if whole.is_file():
+        return [whole]
+    shards = read_json(folder / f"{whole.name}.index.json")["weight_map"].values()
+    return [folder / name for name in sorted(set(shards))]
+
+
 def stored_tokenizer(tokenizer: Any, folder: Path, *, subfolder: str) -> Any:
     try:
         return tokenizer.from_pretrained(folder / subfolder, local_files_only=True)

@@ -24,15 +24,15 @@ from fluxbatch.models import loading, memory
 from fluxbatch.models.checkpoints import convert
 from fluxbatch.models.checkpoints.header import read_header
 from fluxbatch.models.loading import LAYOUTS, Placement
+from fluxbatch.models.precision import PRECISIONS, bytes_per_weight, is_block_matrix
 
 logger = logging.getLogger("fluxbatch")
 
 GIB = 2**30
-STAGING_GIB = 1.0  # one block as it was stored, and its numbers on their way to FP8
+STAGING_GIB = 1.0  # one block as it was stored, and its numbers on their way to 8 bits
 WORKING_GIB = 6.0  # beside the weights: a decode of two 1024x1024 images (4.1), a step (0.9), embeddings, compilation
 ALIGNMENT = 256  # bytes, of a tensor inside a layer's buffer, as CUDA's own allocations
 STREAMED_LAYER = re.compile(r"(?:^|\.)(?:encoder\.block|layers)\.(\d+)\.")
-FP8_WEIGHT = re.compile(r"^(single_)?transformer_blocks\.\d+\.(?!.*norm).*weight$")  # modulations keep their dtype
 
 Shapes = dict[str, tuple[int, ...]]  # a component's tensors by name
 Build = Callable[[ModelConfig, Placement], Mapping[str, Any]]
@@ -72,7 +72,10 @@ def settle(
     limit = memory.budget(placement.device, wanted_gib=cfg.memory_budget_gib)
     memory.enforce(limit, placement.device)
     shapes = _random_shapes(cfg, placement, random) if cfg.random_weights else _stored_shapes(cfg)
-    needs = footprint(shapes, cfg=cfg, placement=placement, text_encoder=text_encoder, num_layers=num_layers)
+    straight = loading.checkpoint_file(cfg) is not None and PRECISIONS[cfg.quantization].weights is not None
+    needs = footprint(
+        shapes, cfg=cfg, placement=placement, text_encoder=text_encoder, num_layers=num_layers, straight=straight
+    )
     windowed = is_windowed(cfg, needs, budget_gib=limit.budget_gib)
     parts = ", ".join(f"{name} {gib:.2f}" for name, gib in needs.components.items())
     logger.info(
@@ -87,7 +90,7 @@ def settle(
 
 
 def _placed(cfg: ModelConfig, placement: Placement, *, windowed: bool) -> Placement:
-    return replace(placement, windowed=windowed, staged=windowed and cfg.quantization == "fp8")
+    return replace(placement, windowed=windowed, staged=windowed and cfg.quantization != "none")
 
 
 def is_windowed(cfg: ModelConfig, needs: Footprint, *, budget_gib: float) -> bool:
@@ -112,10 +115,14 @@ def footprint(
     placement: Placement,
     text_encoder: str,
     num_layers: int | None = None,
+    straight: bool = False,
 ) -> Footprint:
-    """What tensors of these shapes will take in the dtypes that they will have."""
+    """What tensors of these shapes will take in the dtypes that they will have.
+
+    `straight`: the transformer is quantised while its file is read.
+    """
     transformer = shapes["transformer"]
-    components = {"transformer": _gib(transformer, placement.dtype, float8=cfg.quantization == "fp8")}
+    components = {"transformer": _gib(transformer, placement.dtype, quantization=cfg.quantization)}
     layers: dict[int, Shapes] = {}
     for name in LAYOUTS[cfg.family].weights:
         if name == "transformer":
@@ -131,7 +138,7 @@ def footprint(
     sizes = [_gib(layer, placement.text_encoder_dtype) for layer in layers.values()]
     return Footprint(
         components=components,
-        transformer_as_loaded=_gib(transformer, placement.dtype),
+        transformer_as_loaded=_gib(transformer, placement.dtype, quantization=cfg.quantization if straight else "none"),
         streamed=sum(sizes),
         window=min(2 * max(sizes, default=0.0), sum(sizes)),
     )
@@ -142,11 +149,9 @@ def _is_used(name: str, num_layers: int | None) -> bool:
     return not name.startswith("lm_head") and not (layer and num_layers and int(layer[1]) >= num_layers)
 
 
-def _gib(shapes: Shapes, dtype: torch.dtype, *, float8: bool = False) -> float:
-    itemsize = {
-        name: 1 if float8 and len(shape) == 2 and FP8_WEIGHT.match(name) else dtype.itemsize
-        for name, shape in shapes.items()
-    }
+def _gib(shapes: Shapes, dtype: torch.dtype, *, quantization: str = "none") -> float:
+    of_blocks = bytes_per_weight(quantization, dtype)
+    itemsize = {name: of_blocks if is_block_matrix(name, shape) else dtype.itemsize for name, shape in shapes.items()}
     return sum(prod(shape) * itemsize[name] for name, shape in shapes.items()) / GIB
 
 
@@ -168,17 +173,9 @@ def _stored_shapes(cfg: ModelConfig) -> dict[str, Shapes]:
 
 def _component_shapes(folder: Path, name: str, stem: str) -> Shapes:
     try:
-        return {key: shape for path in _weight_files(folder / name, stem) for key, shape in header(path).items()}
+        return {key: shape for path in loading.weight_files(folder / name, stem) for key, shape in header(path).items()}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FluxbatchError(f"model.path={folder}: {name} cannot be loaded: {loading.first_line(error)}") from error
-
-
-def _weight_files(folder: Path, stem: str) -> list[Path]:
-    whole = folder / f"{stem}.safetensors"
-    if whole.is_file():
-        return [whole]
-    shards = loading.read_json(folder / f"{whole.name}.index.json")["weight_map"].values()
-    return [folder / name for name in sorted(set(shards))]
 
 
 def header(path: Path) -> Shapes:

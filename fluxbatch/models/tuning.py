@@ -13,13 +13,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fluxbatch.config import ModelConfig
 from fluxbatch.errors import ConfigError
+from fluxbatch.models import precision
+from fluxbatch.models.eight_bit import EightBitLinear
 from fluxbatch.models.fused.blocks import Blocks
 from fluxbatch.models.loading import GIB, Placement, first_line
+from fluxbatch.models.precision import PRECISIONS
 
 logger = logging.getLogger("fluxbatch")
 
@@ -30,19 +33,18 @@ KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 def use_fused(cfg: ModelConfig, placement: Placement) -> bool:
     """Whether the transformer and the VAE's decoder run on our fused operations.
 
-    `auto`: on CUDA in half precision, or wherever FP8 is asked for. ConfigError for what cannot be had.
+    `auto`: on CUDA in half precision, or wherever products in 8 bits are asked for. ConfigError for what cannot be had.
     """
-    if cfg.quantization == "fp8":
-        _check_fp8(cfg, placement)
+    precision.check(cfg, placement, precision.Machine.of(placement.device))
     if cfg.kernels == "fused" and cfg.compile != "off":
         raise ConfigError(f"model.compile must be off with model.kernels=fused, got {cfg.compile}: nothing is compiled")
     why_not = _why_not_fused(cfg, placement)
     if cfg.kernels == "fused" and why_not:
         raise ConfigError(f"model.kernels=fused needs {why_not}")
-    wanted = cfg.kernels == "fused" or cfg.quantization == "fp8"
-    return wanted or (
-        cfg.kernels == "auto" and cfg.compile == "off" and placement.device.type == "cuda" and not why_not
-    )
+    if cfg.kernels == "fused" or PRECISIONS[cfg.quantization].activations is not None:
+        return True
+    can = cfg.compile == "off" and placement.device.type == "cuda" and not why_not
+    return cfg.kernels == "auto" and cfg.quantization != "nvfp4" and can
 
 
 def _why_not_fused(cfg: ModelConfig, placement: Placement) -> str | None:
@@ -58,19 +60,6 @@ def _why_not_fused(cfg: ModelConfig, placement: Placement) -> str | None:
     return None
 
 
-def _check_fp8(cfg: ModelConfig, placement: Placement) -> None:
-    if cfg.kernels == "diffusers" or cfg.compile != "off":
-        raise ConfigError(
-            "model.quantization=fp8 needs model.kernels=auto or fused and model.compile=off, "
-            f"got {cfg.kernels} and {cfg.compile}"
-        )
-    if placement.device.type != "cuda":
-        logger.warning("fp8: this device has no such products; they are computed in float32 from FP8 numbers, slowly")
-    elif torch.cuda.get_device_capability(placement.device) < (8, 9):
-        name = torch.cuda.get_device_name(placement.device)
-        raise ConfigError(f"model.quantization=fp8 needs a GPU of the Ada or Hopper generation or later, got {name}")
-
-
 def log_fused(blocks: Blocks, cfg: ModelConfig) -> None:
     weights = [weight for block in blocks.all() for weight in block.weights()]
     logger.info(
@@ -82,19 +71,58 @@ def log_fused(blocks: Blocks, cfg: ModelConfig) -> None:
 
 
 def prepare_plain(transformer: Any, *, cfg: ModelConfig, placement: Placement) -> None:
-    """Attention back end and compilation of diffusers' own module."""
+    """Precision, attention back end and compilation of diffusers' own module, which is on its device then."""
+    _quantize_plain(transformer, cfg.quantization, placement.device)
     # Set it for every model: diffusers keeps the last choice for the whole process.
     # Uncompiled, cuDNN's attention was the slower one on an H200 (180.7 against 172.5 ms a step of FLUX.1-dev).
     wanted = cfg.compile == "regional" and cudnn_attention(transformer.config.attention_head_dim, placement)
     backend = "_native_cudnn" if wanted else "native"
     transformer.set_attention_backend(backend)
-    logger.info("transformer: diffusers' modules, attention %s, compile %s", backend, cfg.compile)
+    told = (backend, cfg.quantization, cfg.compile)
+    logger.info("transformer: diffusers' modules, attention %s, quantization %s, compile %s", *told)
     if cfg.compile == "regional" and placement.device.type == "cuda":
         # A graph a launch shape, never one for several: those are slower, and the default of 8 shapes is an error.
         torch._dynamo.config.recompile_limit = MAX_COMPILED_SHAPES
         transformer.compile_repeated_blocks(fullgraph=True, dynamic=False)
     elif cfg.compile == "regional":
         logger.warning("model.compile=regional is for CUDA; the transformer runs uncompiled on %s", placement.device)
+
+
+def _quantize_plain(transformer: Any, quantization: str, device: torch.device) -> None:
+    """The blocks' matrices, one block after another: quantised before the next one comes, they fit a small card."""
+    if quantization == "none":
+        return
+    for kind in ("transformer_blocks", "single_transformer_blocks"):
+        for number, block in enumerate(getattr(transformer, kind)):
+            block.to(device)
+            names = [name for name, module in block.named_modules() if _is_block_matrix(kind, number, name, module)]
+            if quantization == "nvfp4":
+                _pack_nvfp4(block, names)
+                continue
+            held = PRECISIONS[quantization].weights
+            assert held is not None
+            for name in names:
+                layer = block.get_submodule(name)
+                if isinstance(layer, nn.Linear):
+                    block.set_submodule(name, EightBitLinear.of(layer, held))
+    transformer.to(device)
+
+
+def _is_block_matrix(kind: str, number: int, name: str, module: nn.Module) -> bool:
+    if not isinstance(module, nn.Linear):
+        return False
+    return precision.is_block_matrix(f"{kind}.{number}.{name}.weight", tuple(module.weight.shape))
+
+
+def _pack_nvfp4(block: nn.Module, names: list[str]) -> None:
+    """By torchao, for Blackwell's tensor cores. Written against its documentation, and never run on such a card.
+
+    https://docs.pytorch.org/ao/stable/api_reference/api_ref_quantization.html
+    """
+    from torchao.prototype.mx_formats import NVFP4DynamicActivationNVFP4WeightConfig
+    from torchao.quantization import quantize_
+
+    quantize_(block, NVFP4DynamicActivationNVFP4WeightConfig(), filter_fn=lambda _, name: name in names)
 
 
 def cudnn_attention(head_dim: int, placement: Placement) -> bool:

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from fluxbatch.models import Flow, Model, PromptEmbeds
+from fluxbatch.pipeline.extrapolate import extrapolated
 from fluxbatch.records import Bucket
+from fluxbatch.step_cache import EVERY_STEP, StepCache
 
 
 def denoise(
@@ -23,16 +25,25 @@ def denoise(
     guidance: Tensor,
     bucket: Bucket,
     before_step: Callable[[], None],
+    step_cache: StepCache = EVERY_STEP,
 ) -> Tensor:
     """Euler steps of the flow ODE from float32 noise (B, ...) to latents (B, L, C).
 
     Rectified flow, Liu et al. 2022, arXiv:2209.03003; the arithmetic is diffusers'
-    `FlowMatchEulerDiscreteScheduler.step`. `before_step` may raise to stop early.
+    `FlowMatchEulerDiscreteScheduler.step`. `before_step` may raise to stop early. `step_cache` may leave steps to be
+    extrapolated.
     """
     latents = model.pack(noise.to(model.dtype))
     sigmas = model.schedule(bucket).sigmas
-    flow = _flow(model, embeds, negative_embeds, guidance, bucket)
-    for step in range(bucket.num_inference_steps):
+    num_steps = bucket.num_inference_steps
+    flow = extrapolated(
+        _flow(model, embeds, negative_embeds, guidance, bucket),
+        sigmas,
+        computed=step_cache.computed(num_steps),
+        num_steps=num_steps,
+        order=step_cache.order,
+    )
+    for step in range(num_steps):
         before_step()
         velocity = flow(latents, step)
         if velocity.shape != latents.shape:

@@ -40,6 +40,7 @@ from fluxbatch.pipeline.timing import BatchTimes, waited
 from fluxbatch.pipeline.transfer import Drawn, HostBatch, LaunchedBatch, Streams, finite_rows
 from fluxbatch.pipeline.watch import Watch, Watchdog
 from fluxbatch.records import Batch, Bucket, CompressedBatch, RowFailure
+from fluxbatch.step_cache import EVERY_STEP, StepCache
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ def run_pipeline(
     pipeline: PipelineConfig,
     model_cfg: ModelConfig,
     output: OutputConfig,
+    step_cache: StepCache = EVERY_STEP,
     draining: Callable[[], bool] = lambda: False,
     stage_timeout_s: float = 0.0,
 ) -> Generator[CompressedBatch]:
@@ -70,7 +72,7 @@ def run_pipeline(
     inputs, outputs = Ring(depth, device=model.device), Ring(depth, device=model.device)
     watch = Watch()
     prefetch = Prefetcher(model, inputs, window=pipeline.encode_window, draining=draining, watch=watch)
-    launch = Launcher(model, prefetch, inputs, outputs, pipeline=pipeline, model_cfg=model_cfg)
+    launch = Launcher(model, prefetch, inputs, outputs, pipeline=pipeline, model_cfg=model_cfg, step_cache=step_cache)
     if pipeline.mode == "serial":
         watchdog = Watchdog(watch, timeout_s=stage_timeout_s, on_hang=None)
         return _explained(_serial(prefetch.staged(batches), launch, outputs, output=output, watchdog=watchdog))
@@ -238,8 +240,10 @@ class Launcher:
         *,
         pipeline: PipelineConfig,
         model_cfg: ModelConfig,
+        step_cache: StepCache,
     ) -> None:
         self._model = model
+        self._step_cache = step_cache
         self._prefetch = prefetch
         self._inputs = inputs
         self._outputs = outputs
@@ -342,6 +346,7 @@ class Launcher:
                 guidance=padded(guidance[rows], size),
                 bucket=bucket,
                 before_step=partial(self._before_step, times),
+                step_cache=self._step_cache,
             )
         denoise_finite = finite_rows(latents)
         decoded = self._decode(times, latents)

@@ -1,7 +1,8 @@
 """Fill diffusers' transformer from a checkpoint: layer by layer, dequantised once, a few rows of float32 at a time.
 
-The result and the layer that is being read are all that is in memory. Everything that can be refused is refused from
-the header: files that lack layers, have others, or of other sizes.
+A layer's numbers are made in float32, its LoRAs are added, and it is rounded once: to the model's dtype, or straight to
+the 8 bits that are wanted. The result and the layer that is being read are all that is in memory. Everything that can
+be refused is refused from the header: files that lack layers, have others, or of other sizes.
 """
 
 from __future__ import annotations
@@ -21,10 +22,15 @@ from fluxbatch.errors import ConfigError, FluxbatchError
 from fluxbatch.models import loading
 from fluxbatch.models.checkpoints import svdquant
 from fluxbatch.models.checkpoints.fp8 import Fp8
+from fluxbatch.models.checkpoints.header import read_header
 from fluxbatch.models.checkpoints.names import AFTER_GELU, Group, groups, modulation_chunks
 from fluxbatch.models.checkpoints.nvfp4 import Nvfp4
 from fluxbatch.models.checkpoints.recognise import AWQ, FP8, NVFP4, SVDQUANT, UNUSED, Checkpoint, Module, recognise
+from fluxbatch.models.eight_bit import EightBitLinear
+from fluxbatch.models.fused.ops import quantize_rows_plain
 from fluxbatch.models.loading import Placement
+from fluxbatch.models.lora import Loras, read_loras
+from fluxbatch.models.precision import PRECISIONS, Precision, is_block_matrix
 
 logger = logging.getLogger("fluxbatch")
 
@@ -72,26 +78,48 @@ def fit(file: Path, *, cfg: ModelConfig, folder: Path) -> Fitted:
 def stored_transformer(component: Any, *, cfg: ModelConfig, folder: Path, placement: Placement) -> Any:
     """diffusers' transformer, of the class `component`, with its stored weights: the folder's, or those of a file."""
     file, dtype, device = loading.checkpoint_file(cfg), placement.dtype, placement.transformer_device
-    if file is None:
-        return loading.stored(component, folder, subfolder="transformer", dtype=dtype, device=device)
-    return _from_file(file, cfg=cfg, folder=folder, dtype=dtype, device=device)
+    if file is not None:
+        return _from_file(file, cfg=cfg, folder=folder, dtype=dtype, device=device)
+    module = loading.stored(component, folder, subfolder="transformer", dtype=dtype, device=device)
+    if cfg.loras:
+        _fuse(module, read_loras(cfg, _shapes(module)), folder)
+    return module
 
 
 def _from_file(file: Path, *, cfg: ModelConfig, folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """The file's weights, dequantised in float32 and rounded once to `dtype`."""
+    """The file's weights in `dtype`, those of the blocks in 8 bits where that is wanted."""
     start_s = time.perf_counter()
     fitted = fit(file, cfg=cfg, folder=folder)
     logger.info("model.path=%s: %s", file, fitted.checkpoint)
-    module = fitted.skeleton.to(dtype).to_empty(device=device)
-    parameters = dict(module.named_parameters())
+    loras = read_loras(cfg, fitted.shapes())
+    module = _room(fitted.skeleton.to(dtype), PRECISIONS[cfg.quantization], dtype).to_empty(device=device)
+    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     try:
         with torch.no_grad():
             for group in fitted.groups:
-                _fill(group, parameters, fitted.checkpoint, device)
+                _fill(group, tensors, fitted.checkpoint, device, loras)
     except (OSError, ValueError) as error:
         raise FluxbatchError(f"model.path={file}: {loading.first_line(error)}") from error
     loading.log_component("transformer", module, start_s=start_s)
     return module.eval()
+
+
+def _room(skeleton: Any, precision: Precision, dtype: torch.dtype) -> Any:
+    """The skeleton with layers of 8 bits in the place of those that will be held so."""
+    if precision.weights is None:
+        return skeleton
+    for name in [name for name, shape in _shapes(skeleton).items() if is_block_matrix(name, shape)]:
+        layer = skeleton.get_submodule(name.removesuffix(".weight"))
+        weight = layer.weight.to(precision.weights)
+        scales = torch.empty(len(weight), 1, dtype=torch.float32, device="meta")
+        bias = None if layer.bias is None else layer.bias.data
+        skeleton.set_submodule(name.removesuffix(".weight"), EightBitLinear(weight, scales, bias, dtype))
+    return skeleton
+
+
+def transformer_shapes(cfg: ModelConfig, folder: Path) -> Shapes:
+    """Of the transformer that the folder's settings describe; nothing is built."""
+    return _shapes(_skeleton(cfg.family, loading.read_json(folder / "transformer" / "config.json")))
 
 
 def _skeleton(family: str, settings: dict[str, Any]) -> Any:
@@ -193,6 +221,26 @@ def _fits(layout: str, held: int, wanted: int) -> bool:
     return held in (wanted, -(-wanted // padding) * padding)
 
 
+# --- LoRA in a folder's transformer ---------------------------------------------------------------------------------
+
+
+def _fuse(module: Any, loras: Loras, folder: Path) -> None:
+    """Add the changes to the weights, from their stored numbers: rounded once, also where those are wider."""
+    files = [read_header(path) for path in loading.weight_files(folder / "transformer", "diffusion_pytorch_model")]
+    for layer in loras.changes:
+        name = f"{layer}.weight"
+        weight, file = module.get_parameter(name).data, next(file for file in files if name in file.entries)
+        narrowed = file.entries[name].dtype != "BF16" and weight.dtype is not torch.float32
+        stored = file.read(name).to(weight.device) if narrowed else weight
+        for rows in _chunks(*weight.shape):
+            weight[rows].copy_(loras.added(layer, stored[rows], first=rows.start))
+
+
+def _chunks(rows: int, columns: int) -> Iterator[slice]:
+    step = max(1, CHUNK_ELEMENTS // columns)
+    return (slice(first, min(first + step, rows)) for first in range(0, rows, step))
+
+
 # --- fill -------------------------------------------------------------------------------------------------------------
 
 
@@ -213,29 +261,43 @@ class Plain:
         return self._weight[first:last]
 
 
-def _fill(group: Group, parameters: Mapping[str, Tensor], checkpoint: Checkpoint, device: torch.device) -> None:
-    column = 0
-    biases: list[Tensor] = []
-    shape = tuple(parameters[f"{group.targets[0]}.weight"].shape)
-    rows = sum(parameters[f"{target}.weight"].shape[0] for target in group.targets)
-    for source, width in zip(group.sources, _widths(group, shape), strict=True):
-        weight, bias = _read(checkpoint, source, device, columns=width)
-        for target, into, start, count in _segments(group, parameters):
-            matrix = _matrix(parameters[f"{target}.weight"])[into : into + count, column : column + width]
-            _copy(weight, matrix, start=start)
-        biases += [] if bias is None else [bias.float()]
-        column += width
-    if biases:
-        whole = torch.stack([bias[:rows] for bias in biases]).sum(dim=0)  # of both halves of a fused product
-        for target, into, start, count in _segments(group, parameters):
-            parameters[f"{target}.bias"][into : into + count].copy_(whole[start : start + count])
+def _fill(
+    group: Group, tensors: Mapping[str, Tensor], checkpoint: Checkpoint, device: torch.device, loras: Loras
+) -> None:
+    shape = tuple(tensors[f"{group.targets[0]}.weight"].shape)
+    rows = sum(tensors[f"{target}.weight"].shape[0] for target in group.targets)
+    widths = _widths(group, shape)
+    sources = [_read(checkpoint, name, device, columns=n) for name, n in zip(group.sources, widths, strict=True)]
+    biases = [bias.float()[:rows] for _, bias in sources if bias is not None]
+    bias = torch.stack(biases).sum(dim=0) if biases else None  # of both halves of a fused product
+    for target, into, start, count in _segments(group, tensors):
+        for part in _chunks(count, sum(widths)):
+            first, last = start + part.start, start + part.stop
+            halves = [_matrix(weight.rows(first, last))[:, :n] for (weight, _), n in zip(sources, widths, strict=True)]
+            whole = halves[0] if len(halves) == 1 else torch.cat([half.float() for half in halves], dim=1)
+            at = slice(into + part.start, into + part.stop)
+            _store(tensors, target, at, loras.added(target, whole, first=at.start))
+        if bias is not None:
+            tensors[f"{target}.bias"][into : into + count].copy_(bias[start : start + count])
 
 
-def _segments(group: Group, parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, int, int, int]]:
+def _store(tensors: Mapping[str, Tensor], target: str, rows: slice, values: Tensor) -> None:
+    """float32 rows of a weight, rounded to what holds it."""
+    weight, scales = tensors[f"{target}.weight"], tensors.get(f"{target}.scales")
+    if scales is None:
+        _matrix(weight)[rows].copy_(values)
+        return
+    eight_bit = quantize_rows_plain(values, weight.dtype)
+    weight[rows].copy_(eight_bit.values)
+    assert eight_bit.scales is not None
+    scales[rows].copy_(eight_bit.scales)
+
+
+def _segments(group: Group, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, int, int, int]]:
     """Target, its first row, the source's first row, and how many."""
     start = 0
     for target in group.targets:
-        count = parameters[f"{target}.weight"].shape[0]
+        count = tensors[f"{target}.weight"].shape[0]
         if group.halves_swapped:
             half = count // 2
             yield target, 0, start + half, half
@@ -247,14 +309,6 @@ def _segments(group: Group, parameters: Mapping[str, Tensor]) -> Iterator[tuple[
 
 def _matrix(parameter: Tensor) -> Tensor:
     return parameter.view(parameter.shape[0], -1)
-
-
-def _copy(weight: Weight, into: Tensor, *, start: int) -> None:
-    rows, columns = into.shape
-    step = max(1, CHUNK_ELEMENTS // columns)
-    for first in range(0, rows, step):
-        last = min(first + step, rows)
-        into[first:last].copy_(_matrix(weight.rows(start + first, start + last))[:, :columns])
 
 
 def _read(checkpoint: Checkpoint, name: str, device: torch.device, *, columns: int) -> tuple[Weight, Tensor | None]:

@@ -68,7 +68,7 @@ class Blocks:
     num_heads: int
     head: int
     activation: Activation
-    float8: bool
+    activations: torch.dtype | None  # 8 bits that products read; None: half precision
     cudnn_attention: bool
     eps: float = 1e-6  # diffusers' value in every norm of both families
 
@@ -82,7 +82,7 @@ class Blocks:
     def __call__(self, x: Tensor, mods: StepModulations, rotary: Rotary, layout: Layout) -> Tensor:
         """Rows (R, D), which are overwritten, to rows (R, D)."""
         norms = [self._norm(mod) for mod in (*mods.doubles, *mods.singles)]
-        norms.append(Modulation(mods.final[:, :, 0], mods.final[:, :, 1], float8=False))
+        norms.append(Modulation(mods.final[:, :, 0], mods.final[:, :, 1], into=None))
         rows = ops.residual_modulate(x, None, None, norms[0], layout, eps=self.eps)
         following = iter(norms[1:])
         for double, mod in zip(self.doubles, mods.doubles, strict=True):
@@ -96,11 +96,12 @@ class Blocks:
     ) -> Rows:
         qkv = _each_stream(block.qkv, rows, x, layout)
         mixed = self._attend(qkv, block.qk_norm, rotary, layout)
-        mixed_rows = ops.activate(mixed, None, Activation.NONE, float8=True) if self.float8 else Rows(mixed)
+        into = self.activations
+        mixed_rows = Rows(mixed) if into is None else ops.activate(mixed, None, Activation.NONE, into=into)
         y = _each_stream(block.attention_out, mixed_rows, x, layout)
         rows = ops.residual_modulate(x, y, mod[:, :, 2], self._norm(mod[:, :, 3:]), layout, eps=self.eps)
         hidden = _each_stream(block.mlp_in, rows, x, layout)
-        active = ops.activate(None, hidden, self.activation, float8=self.float8)
+        active = ops.activate(None, hidden, self.activation, into=self.activations)
         y = _each_stream(block.mlp_out, active, x, layout)
         return ops.residual_modulate(x, y, mod[:, :, 5], after, layout, eps=self.eps)
 
@@ -109,7 +110,7 @@ class Blocks:
     ) -> Rows:
         inner = block.inner(rows)
         mixed = self._attend(inner, block.qk_norm, rotary, layout)
-        active = ops.activate(mixed, inner[:, 3 * self.width :], self.activation, float8=self.float8)
+        active = ops.activate(mixed, inner[:, 3 * self.width :], self.activation, into=self.activations)
         return ops.residual_modulate(x, block.outer(active), mod[:, :, 2], after, layout, eps=self.eps)
 
     def _attend(self, qkv: Tensor, qk_norm: Tensor, rotary: Rotary, layout: Layout) -> Tensor:
@@ -117,7 +118,7 @@ class Blocks:
         return ops.attention(qkv, layout, num_heads=self.num_heads, head=self.head, cudnn=self.cudnn_attention)
 
     def _norm(self, mod: Tensor) -> Modulation:
-        return Modulation(mod[:, :, 0], mod[:, :, 1], float8=self.float8)
+        return Modulation(mod[:, :, 0], mod[:, :, 1], into=self.activations)
 
 
 def _each_stream(layers: Pair, rows: Rows, like: Tensor, layout: Layout) -> Tensor:

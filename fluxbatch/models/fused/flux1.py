@@ -21,6 +21,7 @@ from fluxbatch.models.fused.transformer import (
     norm_weights,
     rotary_tables,
 )
+from fluxbatch.models.precision import Precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,23 +36,23 @@ class FusedFlux1:
     final_norm: nn.Module
 
     @classmethod
-    def take_over(cls, module: Any, *, float8: bool, cudnn_attention: bool, device: torch.device) -> FusedFlux1:
+    def take_over(cls, module: Any, *, precision: Precision, cudnn_attention: bool, device: torch.device) -> FusedFlux1:
         norms = [(block.norm1_context.linear, block.norm1.linear) for block in module.transformer_blocks]
         blocks = Blocks(
-            doubles=[_double(block, float8=float8) for block in brought(module.transformer_blocks, device)],
-            singles=[_single(block, float8=float8) for block in brought(module.single_transformer_blocks, device)],
+            doubles=[_double(block, precision) for block in brought(module.transformer_blocks, device)],
+            singles=[_single(block, precision) for block in brought(module.single_transformer_blocks, device)],
             num_heads=module.config.num_attention_heads,
             head=module.config.attention_head_dim,
             activation=Activation.GELU,
-            float8=float8,
+            activations=precision.activations,
             cudnn_attention=cudnn_attention,
         )
         module.to(device)  # what is left of it
         transformer = FusedTransformer(
-            x_embedder=Linear.packed(module.x_embedder, float8=False),
-            context_embedder=Linear.packed(module.context_embedder, float8=False),
+            x_embedder=Linear.packed(module.x_embedder),
+            context_embedder=Linear.packed(module.context_embedder),
             blocks=blocks,
-            proj_out=Linear.packed(module.proj_out, float8=False),
+            proj_out=Linear.packed(module.proj_out),
         )
         singles = [block.norm.linear for block in module.single_transformer_blocks]
         return cls(transformer, module.time_text_embed, module.pos_embed, norms, singles, module.norm_out.linear)
@@ -103,20 +104,20 @@ def _both(mods: Tensor) -> Tensor:
     return mods.unsqueeze(1).expand(-1, 2, -1, -1, -1)
 
 
-def _double(block: Any, *, float8: bool) -> DoubleBlock:
+def _double(block: Any, precision: Precision) -> DoubleBlock:
     streams = (block.ff_context, block.ff)
     return double_block(
         block.attn,
         mlp_in=[mlp.net[0].proj for mlp in streams],
         mlp_out=[mlp.net[2] for mlp in streams],
-        float8=float8,
+        precision=precision,
     )
 
 
-def _single(block: Any, *, float8: bool) -> SingleBlock:
+def _single(block: Any, precision: Precision) -> SingleBlock:
     attention = block.attn
     return SingleBlock(
-        inner=Linear.packed(attention.to_q, attention.to_k, attention.to_v, block.proj_mlp, float8=float8),
-        outer=Linear.packed(block.proj_out, float8=float8),
+        inner=Linear.packed(attention.to_q, attention.to_k, attention.to_v, block.proj_mlp, precision=precision),
+        outer=Linear.packed(block.proj_out, precision=precision),
         qk_norm=norm_weights(attention.norm_q, attention.norm_k).expand(2, -1, -1),
     )

@@ -8,18 +8,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+NONE, FLOAT8, INT8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # of EIGHT_BIT: how a row is stored
 FLOAT8_MAX = tl.constexpr(448.0)  # largest float8_e4m3fn
+INT8_MAX = tl.constexpr(127.0)
 TINY = tl.constexpr(1e-12)  # keeps the scale of an all-zero row finite
 
 
 @triton.jit
-def _store_row(out_ptr, scale_ptr, row, columns, mask, values, width, FLOAT8: tl.constexpr):
-    """A row as it is, or in FP8 with its own scale."""
+def _store_row(out_ptr, scale_ptr, row, columns, mask, values, width, EIGHT_BIT: tl.constexpr):
+    """A row as it is, or in 8 bits with its own scale. Whole numbers hold no NaN, so their scale takes it."""
     target = out_ptr + row.to(tl.int64) * width + columns
-    if FLOAT8:
+    if EIGHT_BIT == FLOAT8:
         scale = tl.maximum(tl.max(tl.abs(values), 0), TINY) / FLOAT8_MAX
         tl.store(scale_ptr + row, scale)
         tl.store(target, (values / scale).to(tl.float8e4nv), mask=mask)
+    elif EIGHT_BIT == INT8:
+        scale = tl.maximum(tl.max(tl.abs(values), 0), TINY) / INT8_MAX
+        tl.store(scale_ptr + row, scale + tl.sum(values * 0.0, 0))
+        tl.store(target, tl.floor(values / scale + 0.5).to(tl.int8), mask=mask)
     else:
         tl.store(target, values.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -28,7 +34,7 @@ def _store_row(out_ptr, scale_ptr, row, columns, mask, values, width, FLOAT8: tl
 def residual_modulate(
     x_ptr, y_ptr, gate_ptr, shift_ptr, scale_ptr, out_ptr, out_scale_ptr,
     gate_stream, gate_image, mod_stream, mod_image, text_rows, batch, width, eps,
-    RESIDUAL: tl.constexpr, FLOAT8: tl.constexpr, CLIP: tl.constexpr, BLOCK: tl.constexpr,
+    RESIDUAL: tl.constexpr, EIGHT_BIT: tl.constexpr, CLIP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """x += gate * y in place, then (1 + scale) * layer_norm(x) + shift. One program a row."""
     row = tl.program_id(0)
@@ -54,7 +60,7 @@ def residual_modulate(
     shift = tl.load(shift_ptr + modulation, mask=mask, other=0.0).to(tl.float32)
     scale = tl.load(scale_ptr + modulation, mask=mask, other=0.0).to(tl.float32)
     values = centred * tl.rsqrt(variance + eps) * (1.0 + scale) + shift
-    _store_row(out_ptr, out_scale_ptr, row, columns, mask, values, width, FLOAT8)
+    _store_row(out_ptr, out_scale_ptr, row, columns, mask, values, width, EIGHT_BIT)
 
 
 @triton.jit
@@ -118,16 +124,31 @@ def activate(
 
 
 @triton.jit
-def activate_float8(
+def activate_eight_bit(
     attention_ptr, mlp_ptr, out_ptr, out_scale_ptr, attention_width, mlp_stride, mlp_width,
-    KIND: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, EIGHT_BIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The same in FP8, one program a whole row."""
+    """The same in 8 bits, one program a whole row."""
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     width = attention_width + mlp_width
     values = _activated(attention_ptr, mlp_ptr, row, columns, attention_width, mlp_stride, mlp_width, KIND)
-    _store_row(out_ptr, out_scale_ptr, row, columns, columns < width, values, width, True)
+    _store_row(out_ptr, out_scale_ptr, row, columns, columns < width, values, width, EIGHT_BIT)
+
+
+@triton.jit
+def scale_products(
+    products_ptr, row_scale_ptr, column_scale_ptr, bias_ptr, out_ptr, width, BIAS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Whole-number products times their row's and their column's scale (+ bias); one program a row, BLOCK columns."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < width
+    products = tl.load(products_ptr + row * width + columns, mask=mask, other=0).to(tl.float32)
+    values = products * tl.load(row_scale_ptr + row) * tl.load(column_scale_ptr + columns, mask=mask, other=0.0)
+    if BIAS:
+        values += tl.load(bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * width + columns, values.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -14,14 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 FLOAT8 = torch.float8_e4m3fn
-FLOAT8_MAX = 448.0
+LARGEST = {FLOAT8: 448.0, torch.int8: 127.0}  # number of each 8-bit dtype
 HEADS_A_PROGRAM = 8
 ACTIVATE_BLOCK = 1024  # columns one program activates
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What a matrix product reads: (R, D) in half precision, or in FP8 with a float32 scale (R, 1) for each row."""
+    """What a matrix product reads: (R, D) in half precision, or in 8 bits with a float32 scale (R, 1) for each row."""
 
     values: Tensor
     scales: Tensor | None = None
@@ -51,12 +51,12 @@ class Layout:
 class Modulation:
     """Shift and scale of one norm, each (2, B, D): text and image stream; an expanded dimension is shared.
 
-    `float8`: the matrix product that follows reads FP8.
+    `into`: the 8-bit dtype that the matrix product that follows reads, or None.
     """
 
     shift: Tensor
     scale: Tensor
-    float8: bool
+    into: torch.dtype | None
 
 
 class Activation(IntEnum):
@@ -86,13 +86,13 @@ def residual_modulate(
     from fluxbatch.models.fused import kernels
 
     rows, width = x.shape
-    out = _empty_rows(rows, width, like=x, float8=modulation.float8)
+    out = _empty_rows(rows, width, like=x, into=modulation.into)
     filled = gate if gate is not None else modulation.shift
     kernels.residual_modulate[(rows,)](
         x, x if y is None else y, filled, modulation.shift, modulation.scale, out.values, out.scales,
         filled.stride(0), filled.stride(1), modulation.shift.stride(0), modulation.shift.stride(1),
         layout.text_rows, layout.batch, width, eps,
-        RESIDUAL=y is not None, FLOAT8=modulation.float8, CLIP=x.dtype is torch.float16,
+        RESIDUAL=y is not None, EIGHT_BIT=_eight_bit(modulation.into), CLIP=x.dtype is torch.float16,
         BLOCK=_power_of_two(width), num_warps=8,
     )  # fmt: skip
     return out
@@ -112,7 +112,7 @@ def _residual_modulate_plain(
         x.copy_(total.clamp(-65504, 65504) if x.dtype is torch.float16 else total)
     normed = F.layer_norm(x.float(), x.shape[-1:], eps=eps)
     values = normed * (1 + _each_row(modulation.scale, layout)) + _each_row(modulation.shift, layout)
-    return quantize_rows_plain(values) if modulation.float8 else Rows(values.to(x.dtype))
+    return _stored(values, modulation.into, dtype=x.dtype)
 
 
 def _each_row(vectors: Tensor, layout: Layout) -> Tensor:
@@ -176,7 +176,7 @@ def attention(qkv: Tensor, layout: Layout, *, num_heads: int, head: int, cudnn: 
 # --- activations ------------------------------------------------------------------------------------------------------
 
 
-def activate(attention_out: Tensor | None, mlp: Tensor | None, kind: Activation, *, float8: bool) -> Rows:
+def activate(attention_out: Tensor | None, mlp: Tensor | None, kind: Activation, *, into: torch.dtype | None) -> Rows:
     """[attention | activation(mlp)], what the second matrix product of a block reads. Either part may be absent.
 
     attention_out (R, D) contiguous; mlp (R, M), or (R, 2 M) for SwiGLU, whose rows may be part of wider ones.
@@ -184,19 +184,19 @@ def activate(attention_out: Tensor | None, mlp: Tensor | None, kind: Activation,
     known = attention_out if attention_out is not None else mlp
     assert known is not None, "there must be something to activate"
     if not _by_kernel(known):
-        return _activate_plain(attention_out, mlp, kind, float8=float8)
+        return _activate_plain(attention_out, mlp, kind, into=into)
     from fluxbatch.models.fused import kernels
 
     mlp_width = 0 if mlp is None else mlp.shape[1] // (2 if kind is Activation.SWIGLU else 1)
     width = 0 if attention_out is None else attention_out.shape[1]
     rows, total = known.shape[0], width + mlp_width
-    out = _empty_rows(rows, total, like=known, float8=float8)
+    out = _empty_rows(rows, total, like=known, into=into)
     sources = (attention_out if attention_out is not None else known, mlp if mlp is not None else known)
     shapes = (width, 0 if mlp is None else mlp.stride(0), mlp_width)
-    if float8:
+    if into is not None:
         block = _power_of_two(total)
-        kernels.activate_float8[(rows,)](
-            *sources, out.values, out.scales, *shapes, KIND=int(kind), BLOCK=block,
+        kernels.activate_eight_bit[(rows,)](
+            *sources, out.values, out.scales, *shapes, KIND=int(kind), EIGHT_BIT=_eight_bit(into), BLOCK=block,
             num_warps=_row_warps(block), maxnreg=64,  # two programs a multiprocessor
         )  # fmt: skip
     else:
@@ -205,7 +205,9 @@ def activate(attention_out: Tensor | None, mlp: Tensor | None, kind: Activation,
     return out
 
 
-def _activate_plain(attention_out: Tensor | None, mlp: Tensor | None, kind: Activation, *, float8: bool) -> Rows:
+def _activate_plain(
+    attention_out: Tensor | None, mlp: Tensor | None, kind: Activation, *, into: torch.dtype | None
+) -> Rows:
     parts = [] if attention_out is None else [attention_out.float()]
     if mlp is not None and kind is Activation.GELU:
         parts.append(F.gelu(mlp.float(), approximate="tanh"))
@@ -215,13 +217,36 @@ def _activate_plain(attention_out: Tensor | None, mlp: Tensor | None, kind: Acti
     values = torch.cat(parts, dim=1)
     known = attention_out if attention_out is not None else mlp
     assert known is not None
-    return quantize_rows_plain(values) if float8 else Rows(values.to(known.dtype))
+    return _stored(values, into, dtype=known.dtype)
 
 
-def quantize_rows_plain(values: Tensor) -> Rows:
-    """float32 (R, D) to FP8, each row by its largest magnitude."""
-    scales = values.abs().amax(1, keepdim=True).clamp(min=1e-12) / FLOAT8_MAX
-    return Rows((values / scales).to(FLOAT8), scales)
+def _stored(values: Tensor, into: torch.dtype | None, *, dtype: torch.dtype) -> Rows:
+    return Rows(values.to(dtype)) if into is None else quantize_rows_plain(values, into)
+
+
+def quantize_rows_plain(values: Tensor, into: torch.dtype) -> Rows:
+    """float32 (R, D) to 8 bits, each row by its largest magnitude. Of a row with a NaN or infinity the scale is NaN."""
+    scales = values.abs().amax(1, keepdim=True).clamp(min=1e-12) / LARGEST[into]
+    if into is FLOAT8:
+        return Rows((values / scales).to(FLOAT8), scales)
+    return Rows(torch.floor(values / scales + 0.5).nan_to_num(0).to(into), scales + (values * 0).sum(1, keepdim=True))
+
+
+def scale_products(
+    products: Tensor, row_scales: Tensor, column_scales: Tensor, bias: Tensor | None, out: Tensor
+) -> None:
+    """int32 (R, N) times row_scales (R, 1) and column_scales (1, N), plus bias (N,), rounded once into `out`."""
+    if not _by_kernel(products):
+        values = products.float() * row_scales * column_scales
+        out.copy_(values if bias is None else values + bias.float())
+        return
+    from fluxbatch.models.fused import kernels
+
+    rows, width = products.shape
+    kernels.scale_products[(rows, -(-width // ACTIVATE_BLOCK))](
+        products, row_scales, column_scales, products if bias is None else bias, out, width,
+        BIAS=bias is not None, BLOCK=ACTIVATE_BLOCK,
+    )  # fmt: skip
 
 
 # --- group norm of images in channels_last ----------------------------------------------------------------------------
@@ -367,9 +392,14 @@ def _by_kernel(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
 
-def _empty_rows(rows: int, width: int, *, like: Tensor, float8: bool) -> Rows:
-    values = torch.empty(rows, width, dtype=FLOAT8 if float8 else like.dtype, device=like.device)
-    return Rows(values, torch.empty(rows, 1, dtype=torch.float32, device=like.device) if float8 else None)
+def _empty_rows(rows: int, width: int, *, like: Tensor, into: torch.dtype | None) -> Rows:
+    values = torch.empty(rows, width, dtype=into or like.dtype, device=like.device)
+    return Rows(values, torch.empty(rows, 1, dtype=torch.float32, device=like.device) if into else None)
+
+
+def _eight_bit(into: torch.dtype | None) -> int:
+    """The kernels' word for it."""
+    return {None: 0, FLOAT8: 1, torch.int8: 2}[into]
 
 
 def _row_warps(block: int) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fluxbatch.models.fused.blocks import Blocks, DoubleBlock, Rotary, StepModulations
 from fluxbatch.models.fused.linear import Linear
 from fluxbatch.models.fused.ops import Layout, Rows
+from fluxbatch.models.precision import Precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class FusedTransformer:
 
 
 def brought(blocks: Iterable[nn.Module], device: torch.device) -> Iterator[Any]:
-    """Blocks as they are asked for, on the device: packed in FP8 before the next one comes, they fit a small card."""
+    """Blocks as they are asked for, on the device: quantised before the next one comes, they fit a small card."""
     for block in blocks:
         yield block.to(device)
 
@@ -79,12 +80,12 @@ def norm_weights(queries: Any, keys: Any) -> Tensor:
     return torch.stack([queries.weight.data, keys.weight.data])
 
 
-def double_block(attention: Any, *, mlp_in: Sequence[Any], mlp_out: Sequence[Any], float8: bool) -> DoubleBlock:
+def double_block(attention: Any, *, mlp_in: Sequence[Any], mlp_out: Sequence[Any], precision: Precision) -> DoubleBlock:
     """A double block from diffusers' attention, whose layers have the same names in both families, and its MLPs.
 
     The MLP's layers come as that of the text stream and that of the image stream.
     """
-    packed = partial(Linear.packed, float8=float8)
+    packed = partial(Linear.packed, precision=precision)
     return DoubleBlock(
         qkv=(
             packed(attention.add_q_proj, attention.add_k_proj, attention.add_v_proj),
