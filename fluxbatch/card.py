@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import yaml
 
-from fluxbatch import writers
+from fluxbatch import folder, writers
 
 SIZE_CATEGORIES = ("n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M", "100M<n<1B", "n>1B")
 MAX_BUCKETS = 12  # named in the card
@@ -41,7 +41,7 @@ def card_data(report: Mapping[str, Any], *, schema: pa.Schema) -> dict[str, Any]
     }
     if settings["model"]["license"] == "other":  # the Hub wants a name for it
         data |= {"license_name": f"{settings['model']['name']}-license"}
-    return data | _base_model(settings["model"]) | _data_files(settings["output"], schema)
+    return data | _base_model(settings["model"]) | _data_files(settings["output"], schema, shards=report["shards"])
 
 
 def _base_model(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,11 +56,14 @@ def size_category(rows: int) -> str:
     return SIZE_CATEGORIES[min(max(len(str(rows)) - 3, 0), len(SIZE_CATEGORIES) - 1)]
 
 
-def _data_files(output: Mapping[str, Any], schema: pa.Schema) -> dict[str, Any]:
+def _data_files(output: Mapping[str, Any], schema: pa.Schema, *, shards: int) -> dict[str, Any]:
     kind = output["kind"]
+    paths: str | list[str] = DATA_FILES[kind]
+    if shards > folder.SHARDS_TOGETHER and kind != "folder":
+        paths = [DATA_FILES[kind], DATA_FILES[kind].replace("*", "shards-*/*")]
     config: dict[str, Any] = {
         "config_name": "default",
-        "data_files": [{"split": "train", "path": DATA_FILES[kind]}],
+        "data_files": [{"split": "train", "path": paths}],
     }
     columns = [{"name": field.name, **json_feature(field.type)} for field in schema if field.name != "image"]
     if kind == "folder":

@@ -1,7 +1,8 @@
 """Publish a file or a folder once, durably: written whole under a temporary name, then created under its final one.
 
 The final name is made with ONE create-if-absent (`os.link`, or the rename of a non-empty folder), so two live
-copies of a job cannot replace each other's data. Knows nothing of what the files hold.
+copies of a job cannot replace each other's data. On an object store that is a conditional PUT (`objects`); what is
+asked of it here is the same. Knows nothing of what the files hold.
 
 Each step is announced with `sys.audit("fluxbatch.commit", step, path)`: it costs nothing without a hook, and a test
 installs a hook to stop the process exactly there.
@@ -13,25 +14,26 @@ import contextlib
 import errno
 import functools
 import hashlib
-import json
 import os
 import shutil
 import sys
+import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
 from fluxbatch import process
+from fluxbatch.objects import ObjectPath
 
 TEMPORARY_PREFIX = ".tmp-"  # dataset readers ignore names that begin with a dot
 FSYNC_THREADS = 8
 ABANDONED_S = 86_400  # a temporary file of another host is nobody's after a day
 
 
-def step(name: str, path: Path) -> None:
+def step(name: str, path: Path | ObjectPath) -> None:
     """Announce one step of a commit to whoever audits this process."""
     sys.audit("fluxbatch.commit", name, str(path))
 
@@ -64,7 +66,7 @@ def _fsync_path(path: Path) -> None:
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def _names_path(function: Function) -> Function:
+def names_path(function: Function) -> Function:
     """A failed write or fsync knows no file name; tell it the one that was to be made."""
 
     @functools.wraps(function)
@@ -78,17 +80,18 @@ def _names_path(function: Function) -> Function:
     return cast(Function, named)
 
 
-@_names_path
+@names_path
 def publish_file(path: Path, write: Callable[[BinaryIO], object]) -> bool:
     """Write a file whole, then create it under `path` if nothing stands there.
 
     Returns False when `path` exists already: somebody else, or an earlier attempt of ours, has committed it; read
     it back. Whatever fails (a full disk, `write` itself), nothing is left under either name.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(path, ObjectPath):
+        return _publish_object(path, write)
     temporary = temporary_sibling(path)
     try:
-        with open(temporary, "xb") as file:
+        with _opened_new(temporary) as file:
             write(file)
             step("temporary", path)
             fsync_file(file)
@@ -97,6 +100,25 @@ def publish_file(path: Path, write: Callable[[BinaryIO], object]) -> bool:
     finally:
         with contextlib.suppress(OSError):  # on a disk that is read-only now it stays, and a later start removes it
             temporary.unlink()
+
+
+def _publish_object(path: ObjectPath, write: Callable[[BinaryIO], object]) -> bool:
+    with tempfile.NamedTemporaryFile(prefix="fluxbatch-") as scratch:
+        write(cast(BinaryIO, scratch))
+        scratch.flush()
+        step("temporary", path)
+        created = path.store.put_file_if_absent(path.key, Path(scratch.name))
+    if created:
+        step("publish", path)
+    return created
+
+
+def _opened_new(temporary: Path) -> BinaryIO:
+    """A new file, in a folder that another copy of the job may clear away as soon as it is empty."""
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            return open(temporary, "xb")
+        temporary.parent.mkdir(parents=True, exist_ok=True)
 
 
 def _create(path: Path, temporary: Path) -> bool:
@@ -109,7 +131,7 @@ def _create(path: Path, temporary: Path) -> bool:
     return True
 
 
-@_names_path
+@names_path
 def publish_folder(path: Path, fill: Callable[[Path], None]) -> bool:
     """Fill a folder (at least one file), fsync all of it, then rename it to `path` if nothing stands there.
 
@@ -139,72 +161,50 @@ def publish_folder(path: Path, fill: Callable[[Path], None]) -> bool:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-@_names_path
-def replace_file(path: Path, content: bytes) -> None:
-    """Replace a small state file of one owner. Never for data."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+@names_path
+def replace_file(path: Path, content: bytes | Callable[[BinaryIO], object], *, durable: bool = True) -> None:
+    """Replace a small state file of one owner. Never for data. What a crash may take back need not be `durable`."""
+    if isinstance(path, ObjectPath):
+        return _replace_object(path, content)
     temporary = temporary_sibling(path)
     try:
-        with open(temporary, "xb") as file:
-            file.write(content)
-            fsync_file(file)
+        with _opened_new(temporary) as file:
+            content(file) if callable(content) else file.write(content)
+            if durable:
+                fsync_file(file)
         step("before_replace", path)
         os.replace(temporary, path)
-        fsync_folder(path.parent)
+        if durable:
+            fsync_folder(path.parent)
         step("replaced", path)
-    finally:
+    except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink()
+        raise
 
 
-@_names_path
-def append(path: Path, text: str, *, durable: bool) -> None:
-    """Append whole lines in one write. A line torn by an earlier crash is closed off first."""
-    with open(path, "ab+", opener=_open_itself) as file:
-        if file.tell() and not _ends_with_newline(file):
-            text = "\n" + text
-        file.write(text.encode())
-        if durable:
-            fsync_file(file)
+def _replace_object(path: ObjectPath, content: bytes | Callable[[BinaryIO], object]) -> None:
+    step("before_replace", path)
+    if callable(content):
+        with tempfile.NamedTemporaryFile(prefix="fluxbatch-") as scratch:
+            content(cast(BinaryIO, scratch))
+            scratch.flush()
+            path.store.put_file(path.key, Path(scratch.name))
+    else:
+        path.store.put(path.key, content)
+    step("replaced", path)
 
 
-@_names_path
-def append_lines(path: Path, records: list[dict[str, Any]]) -> None:
-    """Append JSON lines in one write and make them durable."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    created = not path.exists()
-    text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
-    step("before_lines", path)
-    append(path, text, durable=True)
-    if created:
+def move(path: Path, target: Path) -> None:
+    """Give a file or folder another name, durably."""
+    path.rename(target)
+    if not isinstance(path, ObjectPath):
+        fsync_folder(target.parent)
         fsync_folder(path.parent)
-    step("lines", path)
-
-
-def _open_itself(path: str, flags: int) -> int:
-    """Not what a symlink of that name points to: nothing is written outside the run folder."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
-
-
-def _ends_with_newline(file: BinaryIO) -> bool:
-    file.seek(-1, os.SEEK_END)
-    return file.read(1) == b"\n"
-
-
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole JSON objects of a JSON-lines file; a torn or foreign line is passed over."""
-    if not path.exists():
-        return
-    with open(path, "rb") as file:
-        for line in file:
-            with contextlib.suppress(ValueError):
-                record = json.loads(line)
-                if isinstance(record, dict):
-                    yield record
 
 
 def sha256_file(path: Path) -> str:
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -7,10 +7,11 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import MISSING
 
+from fluxbatch import objects
 from fluxbatch.errors import ConfigError
 from fluxbatch.records import RowRules
 from fluxbatch.step_cache import CHOICES, StepCache
@@ -158,6 +159,7 @@ class RunConfig:
     ray_resources: str | None = None  # of a worker, as GPU:0.5,CPU:4; None: GPU:1, with model.device=cpu CPU:threads
     ray_wait_s: float = 1800.0  # how long a cluster without a free GPU is waited for
     max_shard_attempts: int = 3  # on Ray: in a row that bring no batch
+    plan_only: bool = False  # end once the plan stands: thousands of GPUs need not wait for it
     retry_failed: bool = False
     on_change: str = "refuse"  # edited rows or other output-affecting settings; or redo
     reuse_from: str | None = None  # an earlier run's folder: what is unchanged is taken over from it
@@ -339,6 +341,7 @@ def check(cfg: JobConfig) -> None:
         if not holds(value) and not _is_left_to_pipeline(cfg, key, value):
             raise ConfigError(f"{key} {rule}, got {value!r}")
     _check_text(cfg)
+    _check_place(cfg)
     _check_sizes(cfg)
     _check_loras(cfg.model)
     _check_ranks(cfg.run)
@@ -369,6 +372,18 @@ def _check_text(cfg: JobConfig) -> None:
     for key in TEXT_KEYS:
         if "\\udc" in ascii(setting(cfg, key)):  # how Python carries a byte that is no UTF-8
             raise ConfigError(f"{key} must be UTF-8, got {setting(cfg, key)!a}")
+
+
+def _check_place(cfg: JobConfig) -> None:
+    """An object store has no folders that could be created in one step, and no files that grow."""
+    if not isinstance(output_dir(cfg), objects.ObjectPath):
+        return
+    if cfg.output.kind == "folder":
+        raise ConfigError("output must be parquet or webdataset where output.dir is an object store, got folder")
+    if cfg.telemetry.loggers:
+        raise ConfigError(
+            f"telemetry.loggers must be [] where output.dir is an object store, got {cfg.telemetry.loggers}"
+        )
 
 
 def _check_sizes(cfg: JobConfig) -> None:
@@ -408,7 +423,12 @@ def _check_ranks(run: RunConfig) -> None:
 
 def output_dir(cfg: JobConfig) -> Path:
     """The run folder, absolute: `output.dir`, else outputs/<run name>, against the current directory."""
-    return Path(cfg.output.dir or Path("outputs") / run_name(cfg)).expanduser().absolute()
+    return place(cfg.output.dir or f"outputs/{run_name(cfg)}", key="output.dir")
+
+
+def place(text: str, *, key: str) -> Path:
+    """A folder, or the prefix of an object store, which answers as a path does (`objects.ObjectPath`)."""
+    return cast(Path, objects.as_place(text, key=key))
 
 
 def run_name(cfg: JobConfig) -> str:

@@ -166,7 +166,7 @@ def read_images(path: Path, ids: Sequence[str], *, image_format: str) -> Iterato
         return
     names = {row_id: f"{writers.safe_key(row_id)}.{writers.EXTENSION[image_format]}" for row_id in ids}
     if path.suffix == ".tar":
-        with tarfile.open(path, "r:") as tar:  # steps from header to header
+        with path.open("rb") as source, tarfile.open(fileobj=source, mode="r:") as tar:  # steps from header to header
             for row_id, name in names.items():
                 file = tar.extractfile(name)
                 assert file is not None, f"{name} in {path} is no file"
@@ -178,7 +178,7 @@ def read_images(path: Path, ids: Sequence[str], *, image_format: str) -> Iterato
 
 def _from_parquet(path: Path, ids: Sequence[str]) -> Iterator[tuple[str, bytes]]:
     wanted = pa.array(ids, pa.string())
-    with pq.ParquetFile(path) as file:
+    with path.open("rb") as source, pq.ParquetFile(source) as file:
         for group in range(file.num_row_groups):
             found = pc.is_in(file.read_row_group(group, columns=["id"])["id"], value_set=wanted)
             if pc.any(found).as_py():

@@ -17,10 +17,12 @@ from fluxbatch.config import TelemetryConfig
 from fluxbatch.errors import FluxbatchError
 from fluxbatch.folder import RunFolder
 from fluxbatch.ledger import Ledger, row_counts
+from fluxbatch.left import left_in_folder
+from fluxbatch.lines import end_of, lines_since
 from fluxbatch.planfile import RunPlan
 from fluxbatch.progress import Progress, one_line
 from fluxbatch.records import RowCounts
-from fluxbatch.report import NOTHING, open_batches
+from fluxbatch.report import NOTHING
 
 
 class CrewView:
@@ -28,7 +30,7 @@ class CrewView:
 
     def __init__(self, folder: RunFolder, cfg: TelemetryConfig) -> None:
         self._folder, self._cfg = folder, cfg
-        self._read: dict[Path, int] = {path: path.stat().st_size for path in self._logs()}
+        self._read: dict[Path, int] = {path: end_of(path) for path in self._logs()}
         self._progress: Progress | None = None
         self._exit = contextlib.ExitStack()
         self._writing = threading.Lock()
@@ -69,23 +71,20 @@ class CrewView:
         assert plan is not None, "batches are drawn by a plan"
         ledger = Ledger.read(self._folder, plan.revisions)
         counts = row_counts(self._folder, plan, ledger)
-        missing, drawn = open_batches(self._folder, plan, ledger)
+        left, drawn = left_in_folder(self._folder, plan, ledger)
         return Progress(
             self._cfg,
             total=counts.rows - counts.rejected,
             done=counts.written + counts.failed + drawn,
             work={run.bucket.name: run.bucket.work for part in plan.parts for run in part.runs},
-            work_left=sum(batch.bucket.work * batch.num_rows for batch in missing),
+            work_left=sum(bucket.work * found.rows for bucket, found in left.items()),
         )
 
     def _logs(self) -> list[Path]:
         return sorted(self._folder.logs.glob("metrics-rank-*.jsonl"))
 
     def _new_lines(self, path: Path) -> Iterator[dict[str, Any]]:
-        with open(path, "rb") as file:
-            file.seek(self._read.get(path, 0))
-            whole = file.read().rpartition(b"\n")
-        self._read[path] = self._read.get(path, 0) + len(whole[0]) + len(whole[1])
-        for text in whole[0].splitlines():
+        texts, self._read[path] = lines_since(path, self._read.get(path, 0))
+        for text in texts:
             with contextlib.suppress(ValueError):  # torn by a kill
                 yield json.loads(text)

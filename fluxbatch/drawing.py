@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+TOLD_PART = 100  # of the time at most a hundredth goes into the text file
 FAILURES_JUDGED_FROM = 50  # rows; before that a share of failed rows says little
 
 LoadModel = Callable[[JobConfig, Rank], "AnyModel"]
@@ -147,22 +148,24 @@ class _Tellers:
             Progress(share.cfg.telemetry, total=before.rows - before.rejected, done=done, work_left=0)
         )
         self._metrics = MetricsLog(share.folder, share.rank.index, gpu)
+        exit_stack.callback(self._metrics.flush)
         self.expect(work)
         record_start(
             share.folder,
             share.rank.index,
             gpu=device_name(model),
             rows_done=done,
-            batches_to_make=sum(map(len, share.missing.values())),
+            batches_to_make=sum(left.batches for left in share.left(work).values()),
         )
-        self._previous_s = self._told_s = time.monotonic()
+        self._previous_s = time.monotonic()
+        self._tell_next_s = self._previous_s + share.cfg.telemetry.interval_s
 
     def expect(self, work: list[ShardPlan]) -> None:
         """So much more is to come."""
-        missing = list(self._share.missing_batches(work))
+        left = self._share.left(work)
         self._progress.expect(
-            work={batch.bucket.name: batch.bucket.work for batch in missing},
-            work_left=sum(batch.bucket.work * batch.num_rows for batch in missing),
+            work={bucket.name: bucket.work for bucket in left},
+            work_left=sum(bucket.work * found.rows for bucket, found in left.items()),
         )
         self._previous_s = time.monotonic()  # the time between two rounds is no batch's
 
@@ -171,9 +174,10 @@ class _Tellers:
         line = self._metrics.record(done, wall_s=now_s - self._previous_s)
         self._progress.update(line)
         self._loggers.log(line)
-        if now_s - self._told_s >= self._share.cfg.telemetry.interval_s:
+        if now_s >= self._tell_next_s:
             tell_prometheus(self._share.folder, self._share.cfg)
-            self._told_s = now_s
+            cost_s = time.monotonic() - now_s  # it reads what all ranks wrote: of a large job seldom
+            self._tell_next_s = now_s + max(self._share.cfg.telemetry.interval_s, TOLD_PART * cost_s)
         self._previous_s = now_s
 
 
@@ -190,7 +194,7 @@ def tell_prometheus(folder: RunFolder, cfg: JobConfig) -> None:
 def remember_rates(share: Share, device: str | None) -> None:
     """Keep what was measured on this kind of GPU, for later estimates."""
     try:
-        forecast.remember_rates(share.folder, share.plan, share.cfg, device=device)
+        forecast.remember_rates(share.folder, share.plan, share.cfg, device=device, rank=share.rank.index)
     except OSError as error:  # the next plan's estimate is worth no job
         log.warning("%s: what was measured cannot be kept: %s", error.filename, error.strerror)
 

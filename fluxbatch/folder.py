@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
+SHARDS_TOGETHER = 10_000  # in one folder of data/ and failed/: what the Hub takes, and file systems list quickly
+SHARD_FILE = re.compile(
+    r"(data|failed)/(?:shards-(\d{5,})/)?shard-(\d{5,})(?:-r(\d{5,}))?(\.parquet|\.tar|/metadata\.jsonl)"
+)
 SHARD_SUFFIX = {"parquet": ".parquet", "webdataset": ".tar", "folder": ""}
 
 
@@ -33,21 +38,25 @@ class RunFolder:
     def shard(self, index: int, output: str, revision: int = 0) -> Path:
         """The shard's file, or its folder where `output` is `folder`."""
         digits = 6 if output == "webdataset" else 5
-        return self.data / f"shard-{index:0{digits}d}{_revised(revision)}{SHARD_SUFFIX[output]}"
+        return _together(self.data, index) / f"shard-{index:0{digits}d}{_revised(revision)}{SHARD_SUFFIX[output]}"
 
     @property
     def failures(self) -> Path:
         return self.root / "failed"
 
     def failed_shard(self, index: int, revision: int = 0) -> Path:
-        return self.failures / f"shard-{index:05d}{_revised(revision)}.parquet"
+        return _together(self.failures, index) / f"shard-{index:05d}{_revised(revision)}.parquet"
 
     @property
     def batches(self) -> Path:
         return self.root / "batches"
 
-    def batch(self, index: int) -> Path:
-        return self.batches / f"batch-{index:08d}.arrow"
+    def open_shard(self, shard: int) -> Path:
+        """The batches of one open shard: a rank makes and lists its own folders only, whatever the others do."""
+        return self.batches / f"shard-{shard:05d}"
+
+    def batch(self, index: int, shard: int) -> Path:
+        return self.open_shard(shard) / f"batch-{index:08d}.arrow"
 
     @property
     def ledgers(self) -> Path:
@@ -114,6 +123,27 @@ class RunFolder:
     @property
     def success(self) -> Path:
         return self.root / "_SUCCESS"
+
+
+def _together(place: Path, shard: int) -> Path:
+    """`place` for the first shards, a sub-folder of it for each further ten thousand."""
+    first = shard // SHARDS_TOGETHER * SHARDS_TOGETHER
+    return place / f"shards-{first:05d}" if first else place
+
+
+def shard_of(file: str) -> int | None:
+    """The shard that a path relative to the run folder belongs to by its name; None for any other name."""
+    match = SHARD_FILE.fullmatch(file)
+    if match is None or (match[1] == "failed" and match[5] != ".parquet"):
+        return None
+    shard = int(match[3])
+    return shard if int(match[2] or 0) == shard // SHARDS_TOGETHER * SHARDS_TOGETHER else None
+
+
+def revision_of(file: str) -> int:
+    """The revision that the name of a shard's file tells; 0 for the first."""
+    match = SHARD_FILE.fullmatch(file)
+    return int(match[4] or 0) if match else 0
 
 
 def _revised(revision: int) -> str:

@@ -6,7 +6,7 @@ On a folder that holds a run already it tells what is left. Knows no weights and
 from __future__ import annotations
 
 import os
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -17,6 +17,7 @@ from fluxbatch.config import JobConfig
 from fluxbatch.estimate import Hours, Memory, Spread, Work
 from fluxbatch.folder import RunFolder
 from fluxbatch.ledger import Ledger, row_counts
+from fluxbatch.left import left_in_folder
 from fluxbatch.manifest import Manifest, open_manifest
 from fluxbatch.metrics import finite
 from fluxbatch.plan import PlanPart, SizeOf, plan_part, with_seconds
@@ -24,11 +25,11 @@ from fluxbatch.planfile import RunPlan
 from fluxbatch.planner import Survey, survey
 from fluxbatch.progress import counted, data_size, duration
 from fluxbatch.rates import Known, Observed
-from fluxbatch.records import BatchPlan, Bucket
-from fluxbatch.report import open_batches
+from fluxbatch.records import Bucket
 from fluxbatch.reuse import open_earlier
 
 SHOWN_BUCKETS = 20
+SAMPLED_SHARDS = 500
 CPU = "a CPU"  # as a device of rates
 
 
@@ -110,7 +111,7 @@ def _standing(folder: RunFolder, plan: RunPlan, manifest: Manifest, found: Surve
         "written": counts.written,
         "failed": counts.failed,
         "pending": counts.pending,
-        "in_open_shards": open_batches(folder, plan, ledger)[1],
+        "in_open_shards": left_in_folder(folder, plan, ledger)[1],
         "manifest_unchanged": same,
         "rows_added": 0 if same else max(0, accepted - plan.num_rows),
     }
@@ -123,11 +124,9 @@ def _planned(part: PlanPart) -> Iterator[Work]:
 
 def _left(folder: RunFolder, plan: RunPlan, found: Survey, cfg: JobConfig, size_of: SizeOf) -> Iterator[Work]:
     """The planned batches that are not on the disk, and the rows that a bucket has more of than the plan."""
-    missing: dict[Bucket, list[BatchPlan]] = defaultdict(list)
-    for batch in open_batches(folder, plan, Ledger.read(folder, plan.revisions))[0]:
-        missing[batch.bucket].append(batch)
-    for bucket, batches in missing.items():
-        yield Work(bucket, sum(batch.num_rows for batch in batches), sum(batch.size for batch in batches))
+    left, _ = left_in_folder(folder, plan, Ledger.read(folder, plan.revisions))
+    for bucket, of_bucket in left.items():
+        yield Work(bucket, of_bucket.rows, of_bucket.launched)
     planned = plan.bucket_rows()
     rows_now = Counter(found.counts) + Counter(found.taken)
     added = {bucket: rows - planned.get(bucket, 0) for bucket, rows in rows_now.items()}
@@ -305,14 +304,14 @@ def _memory_lines(memory: Mapping[str, Any] | None) -> list[str]:
 # What this run measured, for the plans of others.
 
 
-def remember_rates(folder: RunFolder, plan: RunPlan, cfg: JobConfig, *, device: str | None) -> None:
-    """Keep the rates and sizes of a run's log where later plans look for them."""
-    rates.remember(cfg, device=device or CPU, observed=_observe(folder, plan, cfg))
+def remember_rates(folder: RunFolder, plan: RunPlan, cfg: JobConfig, *, device: str | None, rank: int) -> None:
+    """Keep the rates and sizes of a rank's log where later plans look for them."""
+    rates.remember(cfg, device=device or CPU, observed=_observe(folder, plan, cfg, rank=rank))
 
 
-def _observe(folder: RunFolder, plan: RunPlan, cfg: JobConfig) -> dict[Bucket, Observed]:
+def _observe(folder: RunFolder, plan: RunPlan, cfg: JobConfig, *, rank: int | None = None) -> dict[Bucket, Observed]:
     buckets = {run.bucket.name: run.bucket for part in plan.parts for run in part.runs}
-    log = throughput.read_log(folder)
+    log = throughput.read_log(folder, rank=rank)
     shared: dict[str, Any] = {
         "run": str(folder.root),
         "time": throughput.totals(log)["last_time"] or "",
@@ -327,14 +326,15 @@ def _observe(folder: RunFolder, plan: RunPlan, cfg: JobConfig) -> dict[Bucket, O
 
 
 def _bytes_per_pixel(folder: RunFolder, plan: RunPlan) -> float | None:
-    """Of the shards that are committed, with all that stands in them."""
+    """Of the shards that are committed, with all that stands in them; of many, some evenly spread ones."""
     ledger = Ledger.read(folder, plan.revisions)
     pixels = size = 0
-    for shard in plan.shards():
-        lines = [line for line in ledger.commits.get(shard.index, ()) if line.rows and line.file.startswith("data/")]
+    committed = sorted(shard for shard, lines in ledger.commits.items() if any(line.rows for line in lines))
+    for shard in map(plan.shard, committed[:: -(-len(committed) // SAMPLED_SHARDS) or 1]):
+        lines = [line for line in ledger.commits[shard.index] if line.rows]
         rows = sum(batch.num_rows for batch in shard.batches)
         area = sum(batch.num_rows * batch.bucket.height * batch.bucket.width for batch in shard.batches)
-        if lines and rows:
+        if rows:
             pixels += area * sum(line.rows for line in lines) // rows
             size += sum(line.bytes for line in lines)
     return size / pixels if pixels else None

@@ -15,10 +15,13 @@ from typing import Any
 from fluxbatch import commit, process
 from fluxbatch.errors import FolderBusyError
 from fluxbatch.folder import RunFolder
+from fluxbatch.objects import ObjectPath
 
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 10.0
+SLOWEST_HEARTBEAT_S = 30.0  # four of them make a lease stale
+HEARTBEATS_PER_S = 20  # of all ranks together, as far as that allows: they all write into one folder
 STALE_S = 120.0  # a lease of another host without a heartbeat for so long is nobody's
 
 Owner = dict[str, Any]  # what a file under locks/ says of its process
@@ -86,15 +89,19 @@ class Lease:
         _leave(path, self.record)
 
     def _beat(self) -> None:
-        while not self._closing.wait(HEARTBEAT_S):
+        while not self._closing.wait(heartbeat_s(self.record["world_size"])):
             # A full disk or a lost mount shows where the data is written; the heartbeat is not the place to fail.
             with contextlib.suppress(OSError):
-                owner = read_owner(self._path)
-                if _is_same_owner(owner, self.record):
-                    commit.replace_file(self._path, _content(self.record))
-                elif owner and _is_restart(owner, of=self.record):
-                    self._superseded(f"this job was started again ({who(owner)})")
-                    return
+                self.beat()
+
+    def beat(self) -> None:
+        """Say that we live; one that was started again in our place is told of and left alone."""
+        owner = read_owner(self._path)
+        if _is_same_owner(owner, self.record):
+            commit.replace_file(self._path, _content(self.record), durable=False)
+        elif owner and _is_restart(owner, of=self.record):
+            self._superseded(f"this job was started again ({who(owner)})")
+            self._closing.set()
 
     def _gives_way(self, owner: Owner) -> bool:
         return not is_live(owner) or _is_restart(self.record, of=owner)
@@ -105,13 +112,19 @@ class Lease:
                 raise FolderBusyError(_sentence(self._folder, owner))
 
 
+def heartbeat_s(world_size: int) -> float:
+    """Seconds between two signs of life of one rank."""
+    return min(max(HEARTBEAT_S, world_size / HEARTBEATS_PER_S), SLOWEST_HEARTBEAT_S)
+
+
 def occupy(path: Path, record: Owner, *, gives_way: Callable[[Owner], bool]) -> Owner | None:
     """Create `path` with our record, also in the place of an owner who `gives_way`. None: it is ours; else whose."""
     while not commit.publish_file(path, lambda file: file.write(_content(record))):
         owner = read_owner(path)
         if owner and not gives_way(owner):
             return owner
-        _take_over(path, owner)
+        if _take_over(path, owner, record):
+            return None
     return None
 
 
@@ -121,17 +134,31 @@ def _leave(path: Path, record: Owner) -> None:
         path.unlink(missing_ok=True)
 
 
-def _take_over(path: Path, owner: Owner | None) -> None:
+def _take_over(path: Path, owner: Owner | None, record: Owner) -> bool:
+    """Remove the record that was judged, and no other; True where that put ours in its place at once."""
+    if isinstance(path, ObjectPath):
+        with contextlib.suppress(FileNotFoundError):
+            e_tag = path.stat().e_tag
+            if read_owner(path) == owner and path.store.put_if_same(path.key, _content(record), e_tag):
+                _say_taken_over(path, owner)
+                return True
+        return False
     aside = commit.temporary_sibling(path)
     with contextlib.suppress(FileNotFoundError):  # another starter was quicker
         os.rename(path, aside)
         if read_owner(aside) != owner:  # not the one that was judged: another starter has just taken over
             with contextlib.suppress(FileExistsError):
                 os.link(aside, path)
-        elif owner and path.name.startswith("rank-"):
-            what = "dead run" if not is_live(owner) else "run that was started again"
-            log.warning("took over the lease of a %s: %s", what, who(owner))
+        else:
+            _say_taken_over(path, owner)
         aside.unlink()
+    return False
+
+
+def _say_taken_over(path: Path | ObjectPath, owner: Owner | None) -> None:
+    if owner and path.name.startswith("rank-"):
+        what = "dead run" if not is_live(owner) else "run that was started again"
+        log.warning("took over the lease of a %s: %s", what, who(owner))
 
 
 def live_owners(folder: RunFolder) -> list[Owner]:

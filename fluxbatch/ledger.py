@@ -8,35 +8,27 @@ the file was lost, and is to be made again.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterable, Iterator, Mapping
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pyarrow.parquet as pq
-
 from fluxbatch import commit, shards, writers
 from fluxbatch.errors import FluxbatchError
-from fluxbatch.folder import RunFolder
+from fluxbatch.folder import RunFolder, revision_of, shard_of
+from fluxbatch.lines import append_lines, read_lines, text_lines
 from fluxbatch.records import RowCounts, ShardCommit, ShardPlan
 
 if TYPE_CHECKING:
     from fluxbatch.planfile import RunPlan
 
-SHARD_FILE = re.compile(r"(data|failed)/shard-(\d{5,})(?:-r(\d{5,}))?(\.parquet|\.tar|/metadata\.jsonl)")
-
-
-def shard_of(file: str) -> int | None:
-    """The shard that a path relative to the run folder belongs to by its name; None for any other name."""
-    match = SHARD_FILE.fullmatch(file)
-    return int(match[2]) if match and (match[1] == "data" or match[4] == ".parquet") else None
-
-
-def revision_of(file: str) -> int:
-    """The revision that the name of a shard's file tells; 0 for the first."""
-    match = SHARD_FILE.fullmatch(file)
-    return int(match[3] or 0) if match else 0
+COLUMNS = [field.name for field in fields(ShardCommit)]
+COLUMN_TYPES = [str if name in ("file", "sha256") else int for name in COLUMNS]
+STATS_TOGETHER = 16
+STATS_CHUNK = 64  # for one thread
 
 
 @dataclass
@@ -64,13 +56,13 @@ class Ledger:
 
     def append(self, folder: RunFolder, rank: int, commits: list[ShardCommit]) -> None:
         """Write a shard's lines down, in one write."""
-        commit.append_lines(folder.ledger(rank), [asdict(line) for line in commits])
+        append_lines(folder.ledger(rank), [asdict(line) for line in commits])
         commit.step("ledger", folder.ledger(rank))
         self._add(commits)
 
     def forget(self, folder: RunFolder, rank: int, lost: ShardCommit) -> None:
         """Take back the line of a file that is lost."""
-        commit.append_lines(folder.ledger(rank), [asdict(replace(lost, rows=0, failed=0, bytes=0, sha256=""))])
+        append_lines(folder.ledger(rank), [asdict(replace(lost, rows=0, failed=0, bytes=0, sha256=""))])
         self.commits[lost.shard] = tuple(line for line in self.commits[lost.shard] if line.file != lost.file)
 
     def complete(self, shard: ShardPlan) -> bool:
@@ -90,7 +82,7 @@ class Ledger:
 
 
 def _lines(path: Path) -> Iterator[ShardCommit]:
-    for record in commit.read_lines(path):
+    for record in read_lines(path):
         line = _line(record)
         if line is not None:
             yield line
@@ -98,12 +90,10 @@ def _lines(path: Path) -> Iterator[ShardCommit]:
 
 def _line(record: dict[str, Any]) -> ShardCommit | None:
     """A ledger line; None for a JSON object that is something else."""
-    values = {f.name: record.get(f.name) for f in fields(ShardCommit)}
-    texts = [values["file"], values["sha256"]]
-    numbers = [value for name, value in values.items() if name not in ("file", "sha256")]
-    if not all(isinstance(text, str) for text in texts) or not all(type(number) is int for number in numbers):
+    values = list(map(record.get, COLUMNS))
+    if list(map(type, values)) != COLUMN_TYPES:
         return None
-    line = ShardCommit(**values)  # type: ignore[arg-type]
+    line = ShardCommit(*values)  # type: ignore[arg-type]
     return line if shard_of(line.file) == line.shard else None
 
 
@@ -112,8 +102,8 @@ def torn_lines(folder: RunFolder) -> list[str]:
     return [
         f"{path.relative_to(folder.root).as_posix()} line {number}"
         for path in sorted(folder.ledgers.glob("rank-*.jsonl"))
-        for number, text in enumerate(path.read_bytes().splitlines(), 1)
-        if text and not _says_something(text)
+        for number, text in enumerate(text_lines(path), 1)
+        if text.strip() and not _says_something(text)
     ]
 
 
@@ -125,26 +115,39 @@ def _says_something(text: bytes) -> bool:
     return isinstance(record, dict) and _line(record) is not None
 
 
-def check_files(folder: RunFolder, ledger: Ledger) -> list[ShardCommit]:
-    """The lines whose file is missing or cut: to be removed, forgotten and made again.
+def check_files(
+    folder: RunFolder, ledger: Ledger, *, ours: Callable[[int], bool] = lambda shard: True
+) -> list[ShardCommit]:
+    """The lines of our shards whose file is missing or cut: to be removed, forgotten and made again.
 
     A file that is longer or other than its line raises FluxbatchError with its name. One of the same size and
-    modification time is not read.
+    modification time is not read. Many are asked for at once: on a network file system each answer takes a while.
     """
-    lost = []
-    for line in (line for lines in ledger.commits.values() for line in lines):
-        path = folder.root / line.file
-        if path.exists() and path.stat().st_size >= line.bytes:
-            _require_same(path, line)
-        if shards.is_cut(path, line):
-            lost.append(line)
-        elif path.name == writers.METADATA:
-            _require_same_images(path)
-    return lost
+    lines = [line for shard, lines in ledger.commits.items() if ours(shard) for line in lines]
+    chunks = [lines[at : at + STATS_CHUNK] for at in range(0, len(lines), STATS_CHUNK)]
+    with ThreadPoolExecutor(STATS_TOGETHER) as pool:
+        lost = pool.map(lambda chunk: [line for line in chunk if _is_lost(folder, line)], chunks)
+        return [line for found in lost for line in found]
 
 
-def _require_same(path: Path, line: ShardCommit) -> None:
-    stat = path.stat()
+def _is_lost(folder: RunFolder, line: ShardCommit) -> bool:
+    path = folder.root / line.file
+    try:
+        stat = path.stat()
+    except FileNotFoundError:
+        return True
+    if stat.st_size < line.bytes:
+        return True
+    _require_same(path, stat, line)
+    if path.name != writers.METADATA:
+        return False
+    if shards.is_cut(path, line):
+        return True
+    _require_same_images(path)
+    return False
+
+
+def _require_same(path: Path, stat: os.stat_result, line: ShardCommit) -> None:
     if stat.st_size == line.bytes and (stat.st_mtime_ns == line.mtime_ns or commit.sha256_file(path) == line.sha256):
         return
     raise FluxbatchError(
@@ -162,15 +165,17 @@ def _require_same_images(metadata: Path) -> None:
 
 def failed_rows(folder: RunFolder, ledger: Ledger, plan: RunPlan) -> dict[int, set[str]]:
     """By shard, the ids of the rows whose last word is failed. A planned retry takes the word from earlier attempts."""
-    failed: dict[int, set[str]] = {}
+    failed_in: dict[str, int] = {}
     for part in plan.parts:
         for shard in plan.shards_of(part):
-            if part.kind == "retry":
-                again = set(shards.kept_ids(shard, plan.rows(shard)))
-                failed = {index: ids - again for index, ids in failed.items()}
+            for row_id in shards.kept_ids(shard, plan.rows(shard)) if part.kind == "retry" else ():
+                failed_in.pop(row_id, None)
             if ledger.complete(shard):
-                failed[shard.index] = _failed_ids(folder, ledger, shard)
-    return {index: ids for index, ids in failed.items() if ids}
+                failed_in |= dict.fromkeys(_failed_ids(folder, ledger, shard), shard.index)
+    failed: defaultdict[int, set[str]] = defaultdict(set)
+    for row_id, index in failed_in.items():
+        failed[index].add(row_id)
+    return dict(failed)
 
 
 def _failed_ids(folder: RunFolder, ledger: Ledger, shard: ShardPlan) -> set[str]:
@@ -183,7 +188,7 @@ def attempts(folder: RunFolder, ledger: Ledger, *, before_shard: int) -> dict[st
     tried: dict[str, int] = {}
     for shard in sorted(shard for shard in ledger.commits if shard < before_shard):
         for line in (line for line in ledger.commits[shard] if line.failed):
-            rows = pq.read_table(folder.root / line.file, columns=["id", "attempts"], partitioning=None)
+            rows = writers.read_parquet(folder.root / line.file, ["id", "attempts"])
             tried.update(zip(rows["id"].to_pylist(), rows["attempts"].to_pylist(), strict=True))
     return tried
 
@@ -193,10 +198,12 @@ def row_counts(folder: RunFolder, plan: RunPlan, ledger: Ledger) -> RowCounts:
     written = failed = pending = 0
     for part in plan.parts:
         for shard in plan.shards_of(part):
-            lines = ledger.commits.get(shard.index, ()) if ledger.complete(shard) else ()
-            written += sum(line.rows for line in lines)
-            failed += sum(line.failed for line in lines) - (shard.num_kept if part.kind == "retry" else 0)
-            pending += 0 if lines else shard.num_kept
+            lines, kept = ledger.commits.get(shard.index, ()), shard.num_kept
+            is_complete = sum(line.rows + line.failed for line in lines) == kept
+            written += sum(line.rows for line in lines) if is_complete else 0
+            failed += sum(line.failed for line in lines) if is_complete else 0
+            failed -= kept if part.kind == "retry" else 0
+            pending += 0 if is_complete else kept
     return RowCounts(
         rows=plan.num_rows + plan.num_rejected,
         written=written,

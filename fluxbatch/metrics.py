@@ -20,13 +20,16 @@ from types import TracebackType
 from typing import Any
 
 from fluxbatch import process
-from fluxbatch.commit import append, replace_file
+from fluxbatch.commit import replace_file
 from fluxbatch.folder import RunFolder
+from fluxbatch.lines import append
+from fluxbatch.objects import ObjectPath
 from fluxbatch.records import CompressedBatch, StageTimes
 
 log = logging.getLogger(__name__)
 
 STAGES = ("prefetch", "encode", "denoise", "decode", "transfer", "compress")
+OBJECT_LOG_S = 30.0  # of batch log in one object
 HANDOVERS = ("prefetch->launch", "launch->transfer", "transfer->compress", "compress->commit")
 GPU_FIELDS = (
     "gpu_uuid",
@@ -151,13 +154,23 @@ class MetricsLog:
         self._path = folder.metrics(rank)
         self._rank = rank
         self._gpu = gpu
+        self._held: list[str] = []
+        self._written_s = time.monotonic()
         self._path.parent.mkdir(parents=True, exist_ok=True)
 
     def record(self, done: CompressedBatch, *, wall_s: float) -> dict[str, Any]:
         """Append one batch's line and return it. `wall_s`: since this rank finished the batch before."""
         line = batch_line(done, rank=self._rank, wall_s=wall_s) | self._gpu.sample()
-        append(self._path, json.dumps(line, allow_nan=False) + "\n", durable=False)  # a crash may shorten a log
+        self._held.append(json.dumps(line, allow_nan=False) + "\n")
+        if not isinstance(self._path, ObjectPath) or time.monotonic() - self._written_s >= OBJECT_LOG_S:
+            self.flush()
         return line
+
+    def flush(self) -> None:
+        """Write down what is held: on an object store each write is an object."""
+        if self._held:
+            append(self._path, "".join(self._held), durable=False)  # a crash may shorten a log
+        self._held, self._written_s = [], time.monotonic()
 
 
 def record_start(folder: RunFolder, rank: int, *, gpu: str | None, rows_done: int, batches_to_make: int) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import duckdb
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from fluxbatch import stored_images, writers
 from fluxbatch.errors import EXIT_ROW_ERRORS, ConfigError, FluxbatchError
@@ -82,7 +81,7 @@ def _data_file(folder: RunFolder, ledger: Ledger, shard: ShardPlan, row_id: str)
 
 
 def _refuse_failed(path: Path, row_id: str) -> None:
-    rows = pq.read_table(path, partitioning=None)
+    rows = writers.read_parquet(path)
     for row in rows.filter(pc.equal(rows["id"], row_id)).to_pylist():
         tried = f" (tried {row['attempts']} times)" if row["attempts"] > 1 else ""
         raise NoImageError(
@@ -93,7 +92,7 @@ def _refuse_failed(path: Path, row_id: str) -> None:
 
 def _unplanned(folder: RunFolder, plan: RunPlan, row_id: str) -> FluxbatchError:
     if folder.rejected.exists():
-        rows = pq.read_table(folder.rejected, partitioning=None)
+        rows = writers.read_parquet(folder.rejected)
         for row in rows.filter(pc.equal(rows["id"], row_id)).to_pylist():
             return NoImageError(f"id {row_id!r} was rejected (row {row['row']}, {row['reason']}): {row['message']}")
     nearest = ", ".join(map(repr, _nearest(plan, row_id))) or "there are none"

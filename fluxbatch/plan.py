@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, overload
 
 import numpy as np
 
@@ -39,7 +40,7 @@ class BucketRun:
         return max(1, round(image_s * self.batch_size * 1e6))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PlanPart:
     """One plan file. Rows are counted from 0 inside it; shards and batches are numbered over the whole job."""
 
@@ -50,11 +51,11 @@ class PlanPart:
     shard_size: int
     runs: tuple[BucketRun, ...]
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         return sum(run.num_rows for run in self.runs)
 
-    @property
+    @cached_property
     def num_shards(self) -> int:
         return -(-self.num_rows // self.shard_size)
 
@@ -79,8 +80,7 @@ class PlanPart:
             raise IndexError(f"shard {index} is not one of plan part {self.index}")
         first = (index - self.first_shard) * self.shard_size
         stop = min(first + self.shard_size, self.num_rows)
-        batches = tuple(self._cut(first, stop, shard=index))
-        return ShardPlan(index=index, first_row=first, num_rows=stop - first, batches=batches)
+        return ShardPlan(index=index, first_row=first, num_rows=stop - first, batches=Cut(self, first, stop, index))
 
     def shard_costs(self) -> np.ndarray:
         """Predicted microseconds of each shard: its launches, shard by shard and bucket by bucket."""
@@ -97,6 +97,14 @@ class PlanPart:
     def shards(self) -> Iterator[ShardPlan]:
         return map(self.shard, range(self.first_shard, self.first_shard + self.num_shards))
 
+    def rows_in(self, shards: np.ndarray) -> Iterator[tuple[BucketRun, int, int]]:
+        """For each run: its rows in these shards, and the batches that they are cut into."""
+        first = (shards - self.first_shard) * self.shard_size
+        stop = np.minimum(first + self.shard_size, self.num_rows)
+        for run, start in zip(self.runs, self._starts_and_sizes()[0].tolist(), strict=True):
+            low, high = (np.clip(edge, start, start + run.num_rows) for edge in (first, stop))
+            yield run, int((high - low).sum()), int((-((low - high) // run.batch_size)).sum())
+
     def columns(self, first_row: int, num_rows: int) -> dict[str, np.ndarray]:
         """Where each row of a range stands: arrays `bucket` (its name), `batch`, `shard` and `slot`."""
         row = np.arange(first_row, first_row + num_rows)
@@ -112,7 +120,7 @@ class PlanPart:
         runs = tuple(BucketRun(**{**run, "bucket": Bucket(**run["bucket"])}) for run in fields["runs"])
         return cls(**{**fields, "runs": runs})
 
-    def _cut(self, first: int, stop: int, *, shard: int) -> Iterator[BatchPlan]:
+    def cut(self, first: int, stop: int, *, shard: int) -> Iterator[BatchPlan]:
         """The batches of rows first..stop, which are one shard."""
         starts, _ = self._starts_and_sizes()
         [at], [index], _ = self._locate(np.array([first]))
@@ -144,6 +152,29 @@ class PlanPart:
         num_rows = np.array([run.num_rows for run in self.runs], dtype=np.int64)
         sizes = np.array([run.batch_size for run in self.runs], dtype=np.int64)
         return np.cumsum(num_rows) - num_rows, sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Cut(Sequence[BatchPlan]):
+    """The batches of one shard, made when they are asked for: a job has millions of them, and looks at a few."""
+
+    part: PlanPart
+    first: int
+    stop: int
+    shard: int
+
+    def __iter__(self) -> Iterator[BatchPlan]:
+        return self.part.cut(self.first, self.stop, shard=self.shard)
+
+    def __len__(self) -> int:
+        return sum(batches for _, _, batches in self.part.rows_in(np.array([self.shard])))
+
+    @overload
+    def __getitem__(self, at: int) -> BatchPlan: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[BatchPlan]: ...
+    def __getitem__(self, at: int | slice) -> BatchPlan | Sequence[BatchPlan]:
+        return tuple(self)[at]
 
 
 def _count_batches(start: np.ndarray, stop: np.ndarray, *, shard_size: int, batch_size: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The plan files and rejected.parquet: written once in plan order, read a row group at a time.
+"""The plan as its files tell it: footers at once, rows a row group at a time. Writes nothing (`plan_writer` does).
 
 A footer says what its file is: the arithmetic of its part, and the manifest and rules that it was planned from.
 Knows nothing of how rows are checked, compared or brought into order.
@@ -6,34 +6,28 @@ Knows nothing of how rows are checked, compared or brought into order.
 
 from __future__ import annotations
 
-import io
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fluxbatch import commit
-from fluxbatch.errors import FluxbatchError, ManifestError
+from fluxbatch.errors import FluxbatchError
 from fluxbatch.folder import RunFolder
 from fluxbatch.plan import PlanPart
-from fluxbatch.records import Batch, BatchPlan, Bucket, Rejection, Request, ShardPlan
-from fluxbatch.rows import SEED
+from fluxbatch.records import Batch, BatchPlan, Bucket, Request, ShardPlan
 
 log = logging.getLogger(__name__)
 
-GROUP_ROWS = 65_536  # in one row group of a plan file, and
-GROUP_BYTES = 64 * 2**20  # its text: a reader holds two groups
 FOOTER = b"fluxbatch"
-SEED_RANGES = {pa.int64(): (-(2**63), 2**63 - 1), pa.uint64(): (0, 2**64 - 1), SEED: (-(2**63), 2**64 - 1)}
-REQUESTED = {"requested_height": pa.int32(), "requested_width": pa.int32()}
 
 
 class DamagedPlanError(FluxbatchError):
@@ -47,7 +41,7 @@ class PlanFile:
     path: Path
     part: PlanPart
     identity: dict[str, Any]  # the manifest and rules that it was planned from
-    schema: pa.Schema
+    metadata: pq.FileMetaData  # read once: that of 100 million rows takes longer than a row group
     group_starts: np.ndarray  # and one more: the number of rows
     supersedes: Mapping[int, frozenset[int] | None]  # shard: places of the rows that a redo makes again; None: all
     settings: dict[str, Any] | None  # output-affecting ones, from this part on
@@ -63,6 +57,8 @@ class RunPlan:
 
     def __init__(self, files: list[PlanFile], *, num_rejected: int, planned: dict[str, Any] | None) -> None:
         self.files = files
+        self._with_shards = [file for file in files if file.part.num_shards]
+        self._first_shards = [file.part.first_shard for file in self._with_shards]
         self.num_rejected = num_rejected
         self.planned = planned  # the manifest and rules that were compared with this plan last
         self.revisions: dict[int, int] = {}
@@ -100,7 +96,7 @@ class RunPlan:
     @property
     def schema(self) -> pa.Schema:
         """That of the first plan, for all shards have one schema."""
-        return self.files[0].schema
+        return self.files[0].metadata.schema.to_arrow_schema()
 
     @property
     def seed_type(self) -> pa.DataType:
@@ -124,8 +120,14 @@ class RunPlan:
         shard, dropped = self.first_shard(index), self._dropped.get(index)
         if dropped is None:
             return shard
-        batches = tuple(batch for batch in shard.batches if _num_in(_places(shard, batch), dropped) < batch.num_rows)
+        batches = () if isinstance(dropped, range) else tuple(self._with_rows_kept(shard, dropped))
         return replace(shard, batches=batches, revision=self.revisions[index], dropped=dropped)
+
+    @staticmethod
+    def _with_rows_kept(shard: ShardPlan, dropped: frozenset[int]) -> Iterator[BatchPlan]:
+        for batch in shard.batches:
+            if _num_in(_places(shard, batch), dropped) < batch.num_rows:
+                yield batch
 
     def first_shard(self, index: int) -> ShardPlan:
         """A shard as it was planned first."""
@@ -176,10 +178,10 @@ class RunPlan:
         counts["reused"] = sum(num_rows for reuse, num_rows in found if reuse["taken"])
         return {"from": first["from"], **counts, "examples": first["examples"]}
 
-    def taken(self, shard: int) -> Path | None:
+    def taken(self, shard: int) -> str | None:
         """The run folder that a shard's images are taken over from; None for one that is drawn."""
         reuse = self._file(shard).reuse
-        return Path(reuse["from"]) if reuse and reuse["taken"] else None
+        return reuse["from"] if reuse and reuse["taken"] else None
 
     def fingerprints(self) -> Iterator[pa.Table]:
         """The id and fingerprint of every row with its shard and its place in it, but for rows that were made again."""
@@ -189,7 +191,11 @@ class RunPlan:
         """Columns of every row, with `shard` and `place` in it, but for rows that were made again."""
         for file in self.files:
             first = 0
-            with _naming_damage(file.path), pq.ParquetFile(file.path, page_checksum_verification=True) as rows:
+            with (
+                _naming_damage(file.path),
+                file.path.open("rb") as source,
+                pq.ParquetFile(source, page_checksum_verification=True) as rows,
+            ):
                 for batch in rows.iter_batches(columns=columns):
                     shard, place = np.divmod(np.arange(first, first + batch.num_rows), file.part.shard_size)
                     shard += file.part.first_shard
@@ -207,19 +213,23 @@ class RunPlan:
         return table.filter(pa.array(keep)) if revised else table
 
     def _file(self, shard: int) -> PlanFile:
-        for file in self.files:
-            if file.part.first_shard <= shard < file.part.first_shard + file.part.num_shards:
-                return file
-        raise IndexError(f"no plan file holds shard {shard}")
+        at = bisect_right(self._first_shards, shard) - 1
+        if at < 0 or shard >= self._first_shards[at] + self._with_shards[at].part.num_shards:
+            raise IndexError(f"no plan file holds shard {shard}")
+        return self._with_shards[at]
 
     def _range(self, file: PlanFile, first_row: int, num_rows: int) -> pa.Table:
         low, high = np.searchsorted(file.group_starts, [first_row, first_row + num_rows - 1], side="right") - 1
-        groups = pa.concat_tables(self._group(file.path, group) for group in range(low, high + 1))
+        groups = pa.concat_tables(self._group(file.part.index, group) for group in range(low, high + 1))
         return groups.slice(first_row - file.group_starts[low], num_rows)
 
-    @staticmethod
-    def _read_group(path: Path, group: int) -> pa.Table:
-        with _naming_damage(path), pq.ParquetFile(path, page_checksum_verification=True) as file:
+    def _read_group(self, part: int, group: int) -> pa.Table:
+        path, metadata = self.files[part].path, self.files[part].metadata
+        with (
+            _naming_damage(path),
+            path.open("rb") as source,
+            pq.ParquetFile(source, metadata=metadata, page_checksum_verification=True) as file,
+        ):
             return file.read_row_group(group)
 
 
@@ -238,13 +248,14 @@ def _plan_files(folder: RunFolder) -> Iterator[PlanFile]:
                 raise ValueError(f"{metadata.num_rows} rows for a plan of {part.num_rows}")
         sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
         starts = np.cumsum([0, *sizes])
-        yield PlanFile(path, part, footer, metadata.schema.to_arrow_schema(), starts, supersedes, settings, reuse)
+        yield PlanFile(path, part, footer, metadata, starts, supersedes, settings, reuse)
         index += 1
 
 
 def _read_footer(path: Path) -> tuple[pq.FileMetaData, dict[str, Any]]:
     with _naming_damage(path):
-        metadata = pq.read_metadata(path)
+        with path.open("rb") as source:
+            metadata = pq.read_metadata(source)
         return metadata, json.loads(metadata.metadata[FOOTER])
 
 
@@ -270,167 +281,3 @@ def _requests(rows: pa.Table) -> Iterator[Request]:
     names = list(Request.__dataclass_fields__)
     for row in rows.select(names).to_pylist():
         yield Request(**{**row, "seed": int(row["seed"])})
-
-
-# Writing.
-
-
-def plan_schema(extra: pa.Schema, *, seeds: tuple[int, int], floored: bool) -> pa.Schema:
-    """The schema of a first plan, whose seeds lie in this range; with requested sizes if rows may be `floored`."""
-    low, high = seeds
-    seed_type = next(kind for kind, (least, most) in SEED_RANGES.items() if least <= low and high <= most)
-    return pa.schema(
-        {
-            "id": pa.string(),
-            "prompt": pa.string(),
-            "negative_prompt": pa.string(),
-            "height": pa.int32(),
-            "width": pa.int32(),
-            "num_inference_steps": pa.int32(),
-            "guidance_scale": pa.float64(),
-            "seed": seed_type,
-            **(REQUESTED if floored else {}),
-            **({"extra": pa.struct(list(extra))} if len(extra) else {}),
-            "row": pa.int64(),
-            "bucket": pa.string(),
-            "batch": pa.int64(),
-            "shard": pa.int64(),
-            "slot": pa.int64(),
-            "fingerprint": pa.string(),
-        }
-    )
-
-
-def publish_part(
-    folder: RunFolder,
-    part: PlanPart,
-    rows: Iterable[pa.Table],
-    *,
-    schema: pa.Schema,
-    identity: dict[str, Any],
-    supersedes: Mapping[int, Sequence[int] | None] | None = None,
-    settings: dict[str, Any] | None = None,
-    reuse: dict[str, Any] | None = None,
-) -> bool:
-    """Write accepted rows, which come in plan order. False when another process has published this part.
-
-    A redo says which places of which shards its rows supersede, and the settings that hold from here on if they are
-    others: all of it becomes true with this one file. `reuse` says what an earlier run has of the rows.
-    """
-    redo = {"supersedes": supersedes, "settings": settings} if supersedes is not None else {}
-    footer = {"part": part.to_json(), **redo, **({"reuse": reuse} if reuse else {}), **identity}
-    schema = schema.with_metadata({FOOTER: json.dumps(footer).encode()})
-
-    def write(file: BinaryIO) -> None:
-        first_row = 0
-        with pq.ParquetWriter(
-            file,
-            schema,
-            compression="zstd",
-            compression_level=1,
-            use_dictionary=["bucket"],
-            write_statistics=False,
-            write_page_checksum=True,
-        ) as writer:
-            for group in _grouped(rows):
-                writer.write_table(_placed(group, part, first_row, schema))
-                first_row += group.num_rows
-        assert first_row == part.num_rows, f"{first_row} rows for a plan of {part.num_rows}"
-
-    folder.success.unlink(missing_ok=True)  # a plan that grows is not done
-    return commit.publish_file(folder.plan(part.index), write)
-
-
-def _grouped(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """The same rows in tables of a row group's size."""
-    held: list[pa.Table] = []
-    for table in tables:
-        while table.num_rows:
-            room = GROUP_ROWS - sum(part.num_rows for part in held)
-            held.append(table.slice(0, room))
-            table = table.slice(room)
-            if held[-1].num_rows == room or sum(part.nbytes for part in held) >= GROUP_BYTES:
-                yield pa.concat_tables(held)
-                held = []
-    if held:
-        yield pa.concat_tables(held)
-
-
-def _placed(rows: pa.Table, part: PlanPart, first_row: int, schema: pa.Schema) -> pa.Table:
-    """Rows with their places in the plan, in the plan file's schema."""
-    columns = dict(zip(rows.column_names, rows.columns, strict=True))
-    columns.update({name: pa.array(values) for name, values in part.columns(first_row, rows.num_rows).items()})
-    columns["seed"] = _fitting_seeds(columns["seed"], schema)
-    if "requested_height" in columns and "requested_height" not in schema.names:
-        _refuse_floored(columns["requested_height"])
-    if "extra" in columns or "extra" in schema.names:
-        columns["extra"] = _fitting_extra(columns.get("extra"), rows.num_rows, schema)
-    return pa.table({name: columns[name] for name in schema.names}).cast(schema)
-
-
-# What added rows must keep to: the columns and types of the first plan, for they are those of all shards.
-
-
-def _fitting_seeds(seeds: pa.ChunkedArray, schema: pa.Schema) -> pa.ChunkedArray:
-    kind = schema.field("seed").type
-    try:
-        return seeds.cast(kind)
-    except pa.ArrowInvalid as error:
-        least, most = SEED_RANGES[kind]
-        bad = next(seed for seed in seeds.to_pylist() if not least <= seed <= most)
-        raise ManifestError(
-            f"seeds of added rows must fit {kind}, the type that this run began with, got {bad}; use another output.dir"
-        ) from error
-
-
-def _refuse_floored(requested: pa.ChunkedArray) -> None:
-    if requested.null_count < len(requested):
-        raise ManifestError(
-            "manifest.size_policy must stay reject, for this run began with it and has no place for requested sizes, "
-            "got floor; use another output.dir"
-        )
-
-
-def _fitting_extra(extra: pa.ChunkedArray | None, num_rows: int, schema: pa.Schema) -> pa.ChunkedArray:
-    known = schema.field("extra").type if "extra" in schema.names else pa.struct([])
-    if extra is None:
-        return pa.nulls(num_rows, known)
-    new = [name for name in extra.type.names if name not in known.names]
-    hint = "leave it out with manifest.drop_columns, or use another output.dir"
-    if new:
-        raise ManifestError(f"column {new[0]} is not in the plan that this run began with; {hint}")
-    try:
-        return extra.cast(known)
-    except pa.ArrowException as error:
-        raise ManifestError(
-            f"a column has another type than in the plan that this run began with: {error}; {hint}"
-        ) from error
-
-
-class RejectedFile:
-    """Builds rejected.parquet in memory, compressed; its footer says which manifest and rules it belongs to."""
-
-    schema = pa.schema({"row": pa.int64()} | {name: pa.string() for name in ("id", "column", "reason", "message")})
-
-    def __init__(self, identity: dict[str, Any]) -> None:
-        self._file = io.BytesIO()
-        schema = self.schema.with_metadata({FOOTER: json.dumps(identity).encode()})
-        self._writer = pq.ParquetWriter(self._file, schema, compression="zstd")
-        self._held: list[Rejection] = []
-
-    def add(self, rejections: Iterable[Rejection]) -> None:
-        for rejection in rejections:
-            self._held.append(rejection)
-            if len(self._held) == GROUP_ROWS:
-                self._flush()
-
-    def close(self) -> bytes:
-        """The content of the finished file."""
-        self._flush()
-        self._writer.close()
-        return self._file.getvalue()
-
-    def _flush(self) -> None:
-        rows = pa.Table.from_pylist([asdict(rejection) for rejection in self._held], self._writer.schema)
-        self._writer.write_table(rows)
-        self._held = []

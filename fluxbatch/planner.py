@@ -16,13 +16,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fluxbatch import commit, estimate, rates
+from fluxbatch import estimate, rates
 from fluxbatch.config import JobConfig, ManifestConfig, PlanConfig
 from fluxbatch.errors import ManifestError
 from fluxbatch.folder import RunFolder
 from fluxbatch.manifest import Manifest
 from fluxbatch.plan import PlanPart, SecondsOf, SizeOf, plan_part, plan_retry
-from fluxbatch.planfile import RejectedFile, RunPlan, plan_schema, publish_part
+from fluxbatch.plan_writer import RejectedFile, plan_schema, publish_part
+from fluxbatch.planfile import RunPlan
 from fluxbatch.records import Bucket, Rejection, RowRules
 from fluxbatch.row_keys import Earlier, RowKeys, open_keys, quoted
 from fluxbatch.row_spool import RowSpool, open_spool
@@ -144,7 +145,7 @@ def prepare(
     if not ours:  # another process has planned another state of the manifest meanwhile
         return prepare(folder, manifest, rules, cfg, size_of=size_of, earlier=earlier)
     # After the plan: a crash in between costs a second comparison, the other order could lose the rows added.
-    commit.replace_file(folder.rejected, refused.close())
+    refused.publish(folder)
     planned = _reopened(folder)
     reused = added - part.num_rows
     return planned, Changes(added, deleted, planned.num_rejected, unchanged=False, redone=redone, reused=reused)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fluxbatch import config, job, ledger, shards
+from fluxbatch import config, deal, job, ledger, shards
 from fluxbatch.config import JobConfig
 from fluxbatch.folder import RunFolder
 from fluxbatch.lease import Lease, who
@@ -29,6 +29,7 @@ from fluxbatch.row_keys import Earlier
 log = logging.getLogger(__name__)
 
 POLL_S = 0.25
+POLLS_PER_S = 200  # of all ranks together: each looks for the plan, and for a planner that died
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,11 @@ def plan_job(
     return Planned(description, plan, changes, committed)
 
 
+def poll_s(world_size: int) -> float:
+    """Seconds between two looks of one waiting rank."""
+    return max(POLL_S, world_size / POLLS_PER_S)
+
+
 @contextlib.contextmanager
 def _turn(
     folder: RunFolder, rank: Rank, lease: Lease, *, is_over: Callable[[], bool], check: Callable[[], None]
@@ -86,7 +92,7 @@ def _turn(
             log.info("waiting for the plan, which another rank makes: %s", who(planner))
             began = time.monotonic()
         check()
-        time.sleep(POLL_S)
+        time.sleep(poll_s(rank.world_size))
     if began is not None:
         log.info("waited %s for the plan", duration(time.monotonic() - began))
     try:
@@ -124,7 +130,8 @@ def _settle_settings(folder: RunFolder, description: dict[str, Any], cfg: JobCon
 def _sound_ledger(folder: RunFolder, plan: RunPlan, rank: Rank) -> Ledger:
     """The ledger, without the files that are gone or cut: those are removed here and made again."""
     committed = Ledger.read(folder, plan.revisions)
-    for lost in ledger.check_files(folder, committed):
+    ours = set(deal.shards_of(plan.parts, rank.index, rank.world_size))
+    for lost in ledger.check_files(folder, committed, ours=ours.__contains__):
         log.warning("%s is missing or cut; its rows are made again", folder.root / lost.file)
         shards.remove_shard_file(folder, lost)
         committed.forget(folder, rank.index, lost)

@@ -10,15 +10,18 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import Callable, Iterable
+import uuid
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from fluxbatch import commit, estimate
 from fluxbatch.config import OutputConfig
 from fluxbatch.errors import ConfigError, FluxbatchError
 from fluxbatch.folder import RunFolder
+from fluxbatch.left import Left
+from fluxbatch.objects import ObjectPath
 from fluxbatch.progress import data_size
-from fluxbatch.records import BatchPlan
+from fluxbatch.records import Bucket
 
 log = logging.getLogger(__name__)
 
@@ -32,12 +35,16 @@ def probe_folder(folder: RunFolder) -> None:
     ConfigError for a file system without hard links, or for a symlink in the folder: nothing is ever written outside
     `output.dir`. FluxbatchError where one name can be created twice.
     """
+    if isinstance(folder.root, ObjectPath):
+        return _probe_store(folder.root)
     _refuse_symlinks(folder)
     folder.root.mkdir(parents=True, exist_ok=True)
     first, second = (commit.temporary_sibling(folder.root / "probe") for _ in range(2))
     try:
         _write(first)
         commit.step("probe", folder.root)
+        if first.read_bytes() != bytes(PROBE_BYTES):
+            raise FluxbatchError(f"{folder.root}: its file system does not tell what was written; use another one")
         _link(first, second)
         for create in (lambda: os.link(first, second), lambda: os.close(os.open(first, os.O_CREAT | os.O_EXCL))):
             _require_taken(create, folder.root)
@@ -46,6 +53,25 @@ def probe_folder(folder: RunFolder) -> None:
         for path in (first, second):
             with contextlib.suppress(OSError):
                 path.unlink()
+
+
+def _probe_store(root: ObjectPath) -> None:
+    """A store must refuse to create a name twice, and must tell at once what was written."""
+    probe = root / f"{commit.TEMPORARY_PREFIX}probe-{uuid.uuid4().hex[:12]}"
+    try:
+        if not probe.store.put_if_absent(probe.key, b"first"):
+            raise FluxbatchError(f"{root}: the object store tells of a name that nobody made; use another one")
+        commit.step("probe", root)
+        if probe.store.put_if_absent(probe.key, b"second"):
+            raise FluxbatchError(
+                f"{root}: the object store creates one name twice (it ignores If-None-Match), so two live copies of a "
+                "job could replace each other's data; use a newer version of it, or another one"
+            )
+        if probe.read_bytes() != b"first":
+            raise FluxbatchError(f"{root}: the object store does not tell at once what was written; use another one")
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink()
 
 
 def _refuse_symlinks(folder: RunFolder) -> None:
@@ -91,14 +117,15 @@ def _require_taken(create: Callable[[], None], root: Path) -> None:
     )
 
 
-def require_room(root: Path, batches: Iterable[BatchPlan], output: OutputConfig) -> None:
+def require_room(root: Path, left: Mapping[Bucket, Left], output: OutputConfig) -> None:
     """Refuse a disk that clearly cannot hold the images still to be made; warn where it may not.
 
     Raises FluxbatchError with what is free and what is needed. Sizes are rules of thumb (`estimate.BYTES_PER_PIXEL`).
     """
-    planned = list(batches)
-    images = sum(batch.num_rows for batch in planned)
-    pixels = sum(batch.num_rows * batch.bucket.height * batch.bucket.width for batch in planned)
+    if isinstance(root, ObjectPath):
+        return
+    images = sum(found.rows for found in left.values())
+    pixels = sum(found.rows * bucket.height * bucket.width for bucket, found in left.items())
     least, likely = estimate.pixel_bytes(pixels, output.image_format)
     disk = os.statvfs(root)
     free = disk.f_bavail * disk.f_frsize

@@ -12,6 +12,7 @@ from typing import Any
 from fluxbatch.errors import ConfigError, FluxbatchError
 from fluxbatch.folder import RunFolder
 from fluxbatch.ledger import Ledger, row_counts
+from fluxbatch.objects import ObjectPath
 from fluxbatch.planfile import RunPlan
 
 # Only what tells of the images: no logs with host names, no settings with paths, no locks, no open batches.
@@ -38,6 +39,8 @@ def publish(folder: RunFolder, *, repo: str, private: bool, api: Any = None) -> 
     """
     if not REPO.fullmatch(repo):
         raise ConfigError(f"repo must be OWNER/NAME, got {repo!r}")
+    if isinstance(folder.root, ObjectPath):
+        raise ConfigError(f"output.dir must be on a disk to be published, got {folder.root}; copy the run there first")
     rows = _written_rows(folder)
     api = api or _api()
     try:

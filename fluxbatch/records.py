@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -79,7 +80,7 @@ class ShardPlan:
     index: int
     first_row: int
     num_rows: int
-    batches: tuple[BatchPlan, ...]
+    batches: Sequence[BatchPlan]
     revision: int = 0
     dropped: frozenset[int] | range = frozenset()
 

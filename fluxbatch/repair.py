@@ -7,15 +7,14 @@ makes that again. The other order could leave a damaged file that a run would ta
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from fluxbatch import commit, writers
-from fluxbatch.folder import RunFolder
+from fluxbatch.folder import RunFolder, shard_of
 from fluxbatch.lease import Lease
-from fluxbatch.ledger import Ledger, shard_of
+from fluxbatch.ledger import Ledger
 from fluxbatch.planfile import DamagedPlanError, RunPlan
 from fluxbatch.verify import Discrepancy, verify
 
@@ -73,9 +72,7 @@ def _set_aside(folder: RunFolder, file: str) -> Move:
     target = _free_name(folder.aside / path.relative_to(folder.root))
     target.parent.mkdir(parents=True, exist_ok=True)
     commit.step("before_aside", path)
-    os.rename(path, target)
-    commit.fsync_folder(target.parent)
-    commit.fsync_folder(path.parent)
+    commit.move(path, target)
     commit.step("aside", path)
     log.warning("%s: set aside as %s", path, target)
     return Move(path.relative_to(folder.root).as_posix(), target.relative_to(folder.root).as_posix())

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from datetime import datetime
 from typing import Any
@@ -25,11 +26,12 @@ from fluxbatch.errors import FluxbatchError
 from fluxbatch.folder import RunFolder
 from fluxbatch.lease import live_owners
 from fluxbatch.ledger import Ledger, failed_rows, row_counts
+from fluxbatch.left import Left, left_in_folder
 from fluxbatch.metrics import finite
 from fluxbatch.page import render_html, when
 from fluxbatch.planfile import RunPlan
 from fluxbatch.progress import counted, duration
-from fluxbatch.records import BatchPlan, RowCounts
+from fluxbatch.records import Bucket, RowCounts
 
 LISTED_ROWS = 20  # of each reason that a row was refused or failed for
 NOTHING = RowCounts(rows=0, written=0, failed=0, rejected=0, pending=0)
@@ -43,7 +45,7 @@ def status(folder: RunFolder) -> dict[str, Any]:
     plan = RunPlan.open(folder)
     ledger = Ledger.read(folder, plan.revisions if plan else None)
     counts = row_counts(folder, plan, ledger) if plan else NOTHING
-    missing, drawn = open_batches(folder, plan, ledger) if plan else ([], 0)
+    left, drawn = left_in_folder(folder, plan, ledger) if plan else ({}, 0)
     recent = throughput.recent_lines(folder)
     now = throughput.working(recent)
     owners = live_owners(folder)
@@ -65,7 +67,7 @@ def status(folder: RunFolder) -> dict[str, Any]:
         "images_per_s": finite(throughput.images_per_s(now), digits=4),
         "gpu_busy_share": finite(throughput.mean(now, "gpu_utilization_percent", scale=0.01), digits=4),
         "gpu_power_w": finite(throughput.mean(now, "gpu_power_w")),
-        "eta_s": _eta_s(plan, missing, now) if plan else None,
+        "eta_s": _eta_s(plan, left, now) if plan else None,
         "last_commit": last_commit,
         "last_success": folder.success.stat().st_mtime if folder.success.exists() else None,
     }
@@ -120,19 +122,12 @@ def _ago(time: str, now_s: float) -> str:
     return duration(max(0.0, now_s - datetime.fromisoformat(time).timestamp()))
 
 
-def open_batches(folder: RunFolder, plan: RunPlan, ledger: Ledger) -> tuple[list[BatchPlan], int]:
-    """The batches still to be made, and how many rows of open shards are drawn already."""
-    on_disk = {int(path.stem.removeprefix("batch-")) for path in folder.batches.glob("batch-*.arrow")}
-    pending = [batch for shard in plan.shards() if not ledger.complete(shard) for batch in shard.batches]
-    return [b for b in pending if b.index not in on_disk], sum(b.num_rows for b in pending if b.index in on_disk)
-
-
-def _eta_s(plan: RunPlan, missing: Sequence[BatchPlan], ranks: Mapping[int, list[throughput.Line]]) -> int | None:
+def _eta_s(plan: RunPlan, left: Mapping[Bucket, Left], ranks: Mapping[int, list[throughput.Line]]) -> int | None:
     """By pixels and steps, not rows: the largest images come first, so that rows would tell too long a time."""
     work = {run.bucket.name: run.bucket.work for part in plan.parts for run in part.runs}
-    left = sum(work[batch.bucket.name] * batch.num_rows for batch in missing)
+    work_left = sum(bucket.work * found.rows for bucket, found in left.items())
     speed = throughput.work_per_s(ranks, work)
-    return 0 if not left else round(left / speed) if speed else None
+    return 0 if not work_left else round(work_left / speed) if speed else None
 
 
 def write_report(folder: RunFolder, *, job: dict[str, Any]) -> dict[str, Any]:
@@ -141,8 +136,8 @@ def write_report(folder: RunFolder, *, job: dict[str, Any]) -> dict[str, Any]:
     if plan is None:
         raise FluxbatchError(f"{folder.root} has no plan yet, so there is nothing to report")
     ledger = Ledger.read(folder, plan.revisions)
-    log = throughput.read_log(folder)
-    report = build_report(folder, plan, ledger, log=log, job=job)
+    with throughput.open_log(folder) as log:
+        report = build_report(folder, plan, ledger, log=log, job=job)
     samples = take_samples(folder, plan, ledger, image_format=job["settings"]["output"]["image_format"])
     replace_file(folder.report_json, json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False).encode())
     replace_file(folder.contact_sheet, _encoded(draw_sheet(samples), "PNG", optimize=True))
@@ -152,7 +147,7 @@ def write_report(folder: RunFolder, *, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def build_report(
-    folder: RunFolder, plan: RunPlan, ledger: Ledger, *, log: pa.Table, job: Mapping[str, Any]
+    folder: RunFolder, plan: RunPlan, ledger: Ledger, *, log: throughput.Log, job: Mapping[str, Any]
 ) -> dict[str, Any]:
     """report.json: what became of the rows, how fast, and out of which settings."""
     counts = row_counts(folder, plan, ledger)
@@ -172,6 +167,7 @@ def build_report(
         "listed": {reason: found["listed"] for reason, found in (rejected | failed).items()},
         "starts": throughput.starts(folder),
         "rows_made_again": throughput.made_again(log),
+        "shards": sum(part.num_shards for part in plan.parts),
         "plan_parts": [{"kind": part.kind, "rows": part.num_rows} for part in plan.parts],
         "changes": job.get("changes", []),
         "files": sum(len(lines) for lines in ledger.commits.values()),
@@ -197,30 +193,37 @@ def _buckets(plan: RunPlan, measured: Mapping[str, dict[str, Any]]) -> list[dict
 def _rejections(folder: RunFolder) -> dict[str, dict[str, Any]]:
     if not folder.rejected.exists():
         return {}
-    return _by_reason(pq.read_table(folder.rejected, columns=["reason", "row", "id", "message"], partitioning=None))
+    with folder.rejected.open("rb") as source, pq.ParquetFile(source) as file:
+        batches = file.iter_batches(columns=["reason", "row", "id", "message"])
+        return _by_reason(pa.Table.from_batches([batch]) for batch in batches)
 
 
 def _failures(folder: RunFolder, plan: RunPlan, failed: Mapping[int, set[str]]) -> dict[str, dict[str, Any]]:
     """The rows whose last word is failed, by `stage: reason`."""
-    tables = []
-    for shard, ids in failed.items():
-        table = pq.read_table(folder.failed_shard(shard, plan.revisions.get(shard, 0)), partitioning=None)
-        table = table.filter(pc.is_in(table["id"], value_set=pa.array(sorted(ids), pa.string())))
-        reasons = pc.binary_join_element_wise(table["stage"], table["reason"], ": ")
-        tables.append(table.select(["id", "attempts", "message"]).append_column("reason", reasons))
-    return _by_reason(pa.concat_tables(tables)) if tables else {}
+    return _by_reason(_failed_rows(folder, plan, shard, ids) for shard, ids in failed.items())
 
 
-def _by_reason(table: pa.Table) -> dict[str, dict[str, Any]]:
-    """How many rows each reason has, and the first of them; the most frequent first."""
-    groups = table.group_by("reason", use_threads=False).aggregate([("message", "count")])
-    ordered = groups.sort_by([("message_count", "descending"), ("reason", "ascending")]).to_pylist()
-    return {row["reason"]: {"rows": row["message_count"], "listed": _first(table, row["reason"])} for row in ordered}
+def _failed_rows(folder: RunFolder, plan: RunPlan, shard: int, ids: set[str]) -> pa.Table:
+    table = writers.read_parquet(folder.failed_shard(shard, plan.revisions.get(shard, 0)))
+    table = table.filter(pc.is_in(table["id"], value_set=pa.array(sorted(ids), pa.string())))
+    reasons = pc.binary_join_element_wise(table["stage"], table["reason"], ": ")
+    return table.select(["id", "attempts", "message"]).append_column("reason", reasons)
 
 
-def _first(table: pa.Table, reason: str) -> list[dict[str, Any]]:
-    rows = table.filter(pc.equal(table["reason"], reason)).slice(0, LISTED_ROWS)
-    return rows.drop_columns("reason").to_pylist()
+def _by_reason(tables: Iterable[pa.Table]) -> dict[str, dict[str, Any]]:
+    """How many rows each reason has, and the first of them; the most frequent first. One table in memory at a time."""
+    found: dict[str, dict[str, Any]] = {}
+    for table in tables:
+        for reason, rows in Counter(table["reason"].to_pylist()).items():
+            told = found.setdefault(reason, {"rows": 0, "listed": []})
+            told["rows"] += rows
+            if len(told["listed"]) < LISTED_ROWS:
+                told["listed"] += _first(table, reason, LISTED_ROWS - len(told["listed"]))
+    return dict(sorted(found.items(), key=lambda item: (-item[1]["rows"], item[0])))
+
+
+def _first(table: pa.Table, reason: str, number: int) -> list[dict[str, Any]]:
+    return table.filter(pc.equal(table["reason"], reason)).slice(0, number).drop_columns("reason").to_pylist()
 
 
 def _bytes(folder: RunFolder, ledger: Ledger) -> int:

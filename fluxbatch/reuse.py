@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import io
 import logging
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
-from pathlib import Path
+from typing import Any
 
 import duckdb
 import numpy as np
@@ -74,7 +75,7 @@ def open_earlier(cfg: JobConfig) -> EarlierRun | None:
     """
     if not cfg.run.reuse_from:
         return None
-    folder, ours = RunFolder(Path(cfg.run.reuse_from).expanduser().absolute()), RunFolder(config.output_dir(cfg))
+    folder, ours = RunFolder(config.place(cfg.run.reuse_from, key="run.reuse_from")), RunFolder(config.output_dir(cfg))
     if folder.root.resolve() == ours.root.resolve():
         raise ConfigError(f"run.reuse_from must be another folder than output.dir, got {folder.root} for both")
     try:
@@ -109,7 +110,9 @@ class Donor:
     def __init__(self, earlier: EarlierRun, *, image_format: str, memory_gib: float) -> None:
         self._earlier = earlier
         self._format = image_format.upper()
-        self._db = duckdb.connect(config={"memory_limit": f"{int(memory_gib * 1024)}MiB", "threads": 2})
+        self._scratch = tempfile.TemporaryDirectory(prefix="fluxbatch-")  # else it spills beside us
+        config: dict[str, Any] = {"memory_limit": f"{int(memory_gib * 1024)}MiB", "threads": 2}
+        self._db = duckdb.connect(config=config | {"temp_directory": self._scratch.name})
         self._db.execute("CREATE TABLE earlier (id VARCHAR, drawing VARCHAR, shard BIGINT, written BOOLEAN)")
         for rows in earlier.drawings():
             self._db.register("incoming", rows)
@@ -180,10 +183,10 @@ class Donor:
         return next(line for line in self._earlier.ledger.commits[shard] if line.rows)
 
 
-def open_donor(path: Path, cfg: JobConfig) -> Donor | None:
+def open_donor(path: str, cfg: JobConfig) -> Donor | None:
     """What a plan was compared with; None, with a warning, where it is gone or its images would be others now."""
     try:
-        earlier = _opened(RunFolder(path), cfg)
+        earlier = _opened(RunFolder(config.place(path, key="run.reuse_from")), cfg)
         return Donor(earlier, image_format=cfg.output.image_format, memory_gib=cfg.manifest.memory_gib)
     except FluxbatchError as error:
         log.warning("%s; the rows that were to be taken over are drawn", error)

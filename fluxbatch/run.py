@@ -51,7 +51,7 @@ def run_job(cfg: JobConfig, *, load: LoadModel | None = None) -> tuple[RowCounts
     folder = RunFolder(config.output_dir(cfg))
     if folder.root.exists() and not folder.root.is_dir():
         raise ConfigError(f"output.dir must be a folder, got the file {folder.root}")
-    if load is None and cfg.run.engine == "local" and not folder.success.exists():
+    if load is None and cfg.run.engine == "local" and not folder.success.exists() and not cfg.run.plan_only:
         _check_model(cfg)
     require_loggers(cfg.telemetry.loggers)
     rank = ranks.resolve(cfg.run, os.environ)
@@ -68,6 +68,9 @@ def run_job(cfg: JobConfig, *, load: LoadModel | None = None) -> tuple[RowCounts
         model = functools.cache(functools.partial(load or _load_model, cfg, rank))
         size_of = _size_of(cfg, rank, model, stop)
         planned = plan_job(folder, cfg, rank, lease, size_of=size_of, earlier=earlier, check=stop.check)
+        if cfg.run.plan_only:
+            counts = ledger.row_counts(folder, planned.plan, planned.ledger)
+            return counts, _exit_code(counts, cfg)
         share = Share(folder, planned.plan, planned.ledger, cfg, rank, lease)
         dealt = deal.shards_of(share.plan.parts, rank.index, rank.world_size)
         if not dealt and rank.world_size > 1:
@@ -78,7 +81,7 @@ def run_job(cfg: JobConfig, *, load: LoadModel | None = None) -> tuple[RowCounts
             while cfg.run.help_ranks and not stop.requested() and (more := helping.next_shards(share)):
                 make_shards(share, more, drawing, stop)
         counts = _finish(share, planned)
-        if share.missing:
+        if share.pending:
             stop.check()
     return counts, _exit_code(counts, cfg)
 
@@ -96,7 +99,7 @@ def make_shards(share: Share, shards: Sequence[int], drawing: Drawing | RayDrawi
     """Make all of these shards that is not there yet. Whoever deals out the work deals in these numbers."""
     work = share.open(shards)
     if work:
-        preflight.require_room(share.folder.root, share.missing_batches(work), share.cfg.output)
+        preflight.require_room(share.folder.root, share.left(work), share.cfg.output)
         stop.check()
         share.folder.success.unlink(missing_ok=True)
         drawn = share.take_over(work, check=stop.check)

@@ -6,6 +6,7 @@ agree; where they do not, what stands in the folder is the truth as long as it i
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -49,7 +50,7 @@ SUPERSEDED = RowFailure("plan", "superseded", "a later plan part makes this row 
 def commit_batch(folder: RunFolder, done: CompressedBatch) -> bool:
     """Make a finished batch durable as one part file. False when it stood there already, with the same rows."""
     table = _part_table(done.results)
-    path = folder.batch(done.batch.plan.index)
+    path = folder.batch(done.batch.plan.index, done.batch.plan.shard)
     while not commit.publish_file(path, lambda file: _write_part(file, table)):
         standing = _read_part(path)
         if standing is not None:
@@ -58,14 +59,22 @@ def commit_batch(folder: RunFolder, done: CompressedBatch) -> bool:
     return True
 
 
-def committed_batches(folder: RunFolder, among: set[int] | None = None) -> set[int]:
-    """The batches that have a sound part file. One that is cut or altered is deleted and counts as never committed.
+def open_shards(folder: RunFolder) -> list[int]:
+    """The shards that have a folder of batches, of all ranks."""
+    names = [path.name for path in folder.batches.glob("shard-*")] if folder.batches.is_dir() else []
+    return sorted(int(name.removeprefix("shard-")) for name in names if name.removeprefix("shard-").isdigit())
 
-    With `among` no other part file is read: it may be somebody else's, who is at work on it.
-    """
-    there = {int(path.stem.removeprefix("batch-")) for path in folder.batches.glob("batch-*.arrow")}
-    paths = [folder.batch(index) for index in sorted(there if among is None else there & among)]
-    return {int(path.stem.removeprefix("batch-")) for path in paths if _read_part(path) is not None}
+
+def drawn_batches(folder: RunFolder, shard: int) -> list[int]:
+    """The batches of an open shard that have a part file, sound or not."""
+    names = [path.stem.removeprefix("batch-") for path in folder.open_shard(shard).glob("batch-*.arrow")]
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def committed_batches(folder: RunFolder, shard: int) -> set[int]:
+    """The batches of a shard that have a sound part file. One that is cut or altered is deleted and does not count."""
+    drawn = drawn_batches(folder, shard)
+    return {batch for batch in drawn if _read_part(folder.batch(batch, shard)) is not None}
 
 
 def _part_table(results: Sequence[RowResult]) -> pa.Table:
@@ -156,7 +165,7 @@ def _superseded(shard: ShardPlan, rows: pa.Table) -> set[str]:
 
 def _with_outcomes(folder: RunFolder, shard: ShardPlan, rows: pa.Table, batch: BatchPlan) -> pa.Table:
     """A batch's rows of the plan, and what its part file says became of them."""
-    path = folder.batch(batch.index)
+    path = folder.batch(batch.index, shard.index)
     outcomes = _outcomes(_part(path))
     table = rows.slice(batch.first_row - shard.first_row, batch.num_rows)
     _require(outcomes["id"].to_pylist(), table["id"].to_pylist(), path)
@@ -236,7 +245,7 @@ def _data_tables(
 ) -> Iterator[pa.Table]:
     """What the writers take: the columns of `schema`, the image as its bytes; one batch in memory at a time."""
     for batch, rows in zip(shard.batches, drawn, strict=True):
-        table = rows.append_column(PART_SCHEMA.field("image"), _images(folder.batch(batch.index)))
+        table = rows.append_column(PART_SCHEMA.field("image"), _images(folder.batch(batch.index, shard.index)))
         table = _without(table, without)
         yield pa.table({name: _data_column(table, name) for name in schema.names})
 
@@ -301,12 +310,19 @@ def _describe(
     )
 
 
+def shard_places(folder: RunFolder) -> Iterator[Path]:
+    """The folders that shards and failures stand in."""
+    for place in (folder.data, folder.failures):
+        if place.is_dir():
+            yield from (place, *sorted(place.glob("shards-*")))
+
+
 def standing_files(folder: RunFolder) -> Iterator[str]:
     """What stands in data/ and failed/, relative to the run folder; temporary files and images in folders left out."""
-    for place in (folder.data, folder.failures):
-        for path in sorted(place.iterdir()) if place.is_dir() else ():
-            if not path.name.startswith(commit.TEMPORARY_PREFIX):
-                file = path / writers.METADATA if path.is_dir() else path
+    for place in shard_places(folder):
+        for path in sorted(place.iterdir()):
+            if not path.name.startswith((commit.TEMPORARY_PREFIX, "shards-")):
+                file = path / writers.METADATA if not path.suffix and path.is_dir() else path
                 yield file.relative_to(folder.root).as_posix()
 
 
@@ -347,9 +363,11 @@ def _require(ids: list[str], wanted: list[str], path: Path) -> None:
 
 
 def remove_batches(folder: RunFolder, shard: ShardPlan) -> None:
-    """Delete a shard's part files, after its ledger line."""
-    for batch in shard.batches:
-        folder.batch(batch.index).unlink(missing_ok=True)
+    """Delete a shard's part files, after its ledger line; their folder too, unless another copy still writes there."""
+    for batch in drawn_batches(folder, shard.index):
+        folder.batch(batch, shard.index).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        folder.open_shard(shard.index).rmdir()
 
 
 def unpack(
@@ -379,7 +397,7 @@ def unpack(
 
 
 def _failures(path: Path) -> Iterator[tuple[str, RowFailure]]:
-    for row in pq.read_table(path, columns=["id", *FAILURE], partitioning=None).to_pylist():
+    for row in writers.read_parquet(path, ["id", *FAILURE]).to_pylist():
         yield row.pop("id"), RowFailure(**row)
 
 

@@ -18,15 +18,18 @@ from typing import Self
 from fluxbatch import commit, ledger, reuse, shards
 from fluxbatch.config import JobConfig
 from fluxbatch.errors import FluxbatchError
-from fluxbatch.folder import RunFolder
+from fluxbatch.folder import RunFolder, revision_of, shard_of
 from fluxbatch.lease import Lease
-from fluxbatch.ledger import Ledger, revision_of, shard_of
+from fluxbatch.ledger import Ledger
+from fluxbatch.left import Left, left_to_make
 from fluxbatch.planfile import RunPlan
 from fluxbatch.ranks import Rank
-from fluxbatch.records import Batch, BatchPlan, CompressedBatch, RowResult, ShardCommit, ShardPlan
+from fluxbatch.records import Batch, BatchPlan, Bucket, CompressedBatch, RowResult, ShardCommit, ShardPlan
 from fluxbatch.reuse import Donor
 
 log = logging.getLogger(__name__)
+
+ASKED_ONE_BY_ONE = 20
 
 
 @dataclass
@@ -39,8 +42,11 @@ class Share:
     cfg: JobConfig
     rank: Rank
     lease: Lease
-    missing: dict[int, set[int]] = field(default_factory=dict)  # open shard -> its batches that are not on disk
+    pending: set[int] = field(default_factory=set)  # opened shards with batches to make
+    drawn: dict[int, set[int]] = field(default_factory=dict)  # of these, the batches that are on disk
     begun: set[int] = field(default_factory=set)  # shards that this process has drawn at
+    _is_cleared: bool = False
+    _standing: set[int | None] | None = None  # shards with files when shards were opened last; None: not looked at
     _settler: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="fluxbatch-settle")
     )
@@ -50,21 +56,35 @@ class Share:
 
     def open(self, indices: Iterable[int]) -> list[ShardPlan]:
         """Commit every one of these shards that needs no GPU any more; returns those with batches to make."""
-        for path in (self.folder.data, self.folder.failures, self.folder.batches, self.folder.locks, self.folder.root):
-            commit.remove_temporaries(path)
         ours = [self.plan.shard(index) for index in indices]
-        on_disk = shards.committed_batches(self.folder, {batch.index for shard in ours for batch in shard.batches})
+        begun = {shard.index for shard in ours} & set(shards.open_shards(self.folder))
+        self._clear_temporaries(begun)
+        on_disk = {shard: shards.committed_batches(self.folder, shard) for shard in begun}
         revised = [shard for shard in ours if shard.revision]
         if revised:
             self._clear_superseded(revised, on_disk)
-        return [shard for shard in ours if not self._is_settled(shard, on_disk)]
+        self._look_for_files(ours)
+        return [shard for shard in ours if not self._is_settled(shard, on_disk.get(shard.index, set()))]
+
+    def _look_for_files(self, ours: list[ShardPlan]) -> None:
+        """Which open shards have a file all the same: of many, one listing tells it sooner than a question for each."""
+        num_open = sum(not self.ledger.complete(shard) for shard in ours)
+        files = shards.standing_files(self.folder) if num_open > ASKED_ONE_BY_ONE else None
+        self._standing = None if files is None else {shard_of(file) for file in files}
+
+    def _clear_temporaries(self, begun: Iterable[int]) -> None:
+        """What dead attempts left beside these shards' batches, and, the first time, anywhere."""
+        places = [*shards.shard_places(self.folder), self.folder.batches, self.folder.locks, self.folder.root]
+        for path in (*map(self.folder.open_shard, begun), *(places if not self._is_cleared else ())):
+            commit.remove_temporaries(path)
+        self._is_cleared = True
 
     def refresh(self) -> None:
         """Read what all ranks have committed meanwhile."""
         self._wait_for_settling()
         self.ledger = Ledger.read(self.folder, self.plan.revisions)
 
-    def _clear_superseded(self, revised: list[ShardPlan], on_disk: set[int]) -> None:
+    def _clear_superseded(self, revised: list[ShardPlan], on_disk: dict[int, set[int]]) -> None:
         """What is left of older revisions becomes part files again, where it is still needed; then the old files go.
 
         In this order a kill costs nothing, and no row ever stands in two data files.
@@ -74,15 +94,16 @@ class Share:
             old[shard_of(file)].append(file)
         for shard in revised:
             files = [file for file in old[shard.index] if revision_of(file) < shard.revision]
+            standing = on_disk.setdefault(shard.index, set())
             if files and not self.ledger.complete(shard):
-                on_disk |= self._unpack(shard, on_disk)
+                standing |= self._unpack(shard, standing)
             for file in files:
                 shards.remove_file(self.folder, file)
                 commit.step("superseded", self.folder.root / file)
             kept = {batch.index for batch in shard.batches}
-            for batch in self.plan.first_shard(shard.index).batches:
-                if batch.index not in kept:
-                    self.folder.batch(batch.index).unlink(missing_ok=True)
+            for batch in standing - kept:
+                self.folder.batch(batch, shard.index).unlink(missing_ok=True)
+            standing &= kept
 
     def _unpack(self, shard: ShardPlan, on_disk: set[int]) -> set[int]:
         """Part files of the batches that an older revision holds; empty where it cannot be trusted."""
@@ -101,13 +122,11 @@ class Share:
         return made
 
     def _is_settled(self, shard: ShardPlan, on_disk: set[int]) -> bool:
-        batches = {batch.index for batch in shard.batches}
         if self.ledger.complete(shard):
-            if batches & on_disk:  # killed between the ledger line and the clearing up
+            if on_disk:  # killed between the ledger line and the clearing up
                 shards.remove_batches(self.folder, shard)
             return True
-        missing = batches - on_disk
-        if not missing:
+        if on_disk and {batch.index for batch in shard.batches} <= on_disk:
             self.settle(shard)
             return True
         found = self._adopt(shard)
@@ -115,10 +134,14 @@ class Share:
             log.warning("shard %d stood there without its ledger line; it is whole and was taken over", shard.index)
             self._record(shard, found)
             return True
-        self.missing[shard.index] = missing
+        self.pending.add(shard.index)
+        if on_disk:
+            self.drawn[shard.index] = on_disk
         return False
 
     def _adopt(self, shard: ShardPlan) -> list[ShardCommit]:
+        if self._standing is not None and shard.index not in self._standing:
+            return []
         if not shards.stands(self.folder, shard, output=self.cfg.output):
             return []
         found = shards.adopt(self.folder, shard, self.plan.rows(shard), output=self.cfg.output)
@@ -152,7 +175,7 @@ class Share:
             taken += self._take(shard, donor, check) if donor else 0
         if taken:
             log.info("%d images were taken over in %.1f s", taken, time.monotonic() - began)
-        return [shard for shard in work if shard.index in self.missing]
+        return [shard for shard in work if shard.index in self.pending]
 
     def _take(self, shard: ShardPlan, donor: Donor, check: Callable[[], None]) -> int:
         found, rows = donor.locate(self.plan.rows(shard)), 0
@@ -166,10 +189,16 @@ class Share:
         log.debug("shard %d: %d images taken over", shard.index, rows)
         return rows
 
+    def left(self, work: list[ShardPlan]) -> dict[Bucket, Left]:
+        """The batches to make, counted by bucket."""
+        left, _ = left_to_make(self.plan, work, self.drawn)
+        return left
+
     def missing_batches(self, work: list[ShardPlan]) -> Iterator[BatchPlan]:
         """The batches to make, in plan order."""
         for shard in work:
-            yield from (batch for batch in shard.batches if batch.index in self.missing[shard.index])
+            drawn = frozenset(self.drawn.get(shard.index, ()))
+            yield from (batch for batch in shard.batches if batch.index not in drawn)
 
     def batches(self, work: list[ShardPlan]) -> Iterator[Batch]:
         """The same with their rows, but for shards that another rank has taken meanwhile."""
@@ -185,17 +214,23 @@ class Share:
         other = self.lease.take(self.folder.claim(shard.index))
         if other is None:
             self.begun.add(shard.index)
-            self.missing[shard.index] -= {b for b in self.missing[shard.index] if self.folder.batch(b).exists()}
+            standing = shards.drawn_batches(self.folder, shard.index)
+            self.drawn.setdefault(shard.index, set()).update(standing)
             if shards.stands(self.folder, shard, output=self.cfg.output) and self._is_complete_by_now(shard):
                 self.lease.give_back(self.folder.claim(shard.index))
-            elif self.missing[shard.index]:
+            elif len(self.drawn[shard.index]) < len(shard.batches):
                 return True
             else:
                 self._settle_behind(shard)
         else:
             log.info("shard %d is being made by rank %s, who has done its own share", shard.index, other.get("rank"))
-        del self.missing[shard.index]
+        self.forget(shard.index)
         return False
+
+    def forget(self, shard: int) -> None:
+        """It is no longer ours to make."""
+        self.pending.discard(shard)
+        self.drawn.pop(shard, None)
 
     def _is_complete_by_now(self, shard: ShardPlan) -> bool:
         return Ledger.read(self.folder, self.plan.revisions).complete(shard)
@@ -207,11 +242,13 @@ class Share:
                 f"{self.folder.job} is gone: output.dir was moved or unmounted; nothing more is written"
             )
         shards.commit_batch(self.folder, self._with_attempts(done))
-        missing = self.missing[done.batch.plan.shard]
-        missing.discard(done.batch.plan.index)
-        if not missing:
-            del self.missing[done.batch.plan.shard]
-            self._settle_behind(self.plan.shard(done.batch.plan.shard))
+        shard = self.plan.shard(done.batch.plan.shard)
+        drawn = self.drawn.setdefault(shard.index, set())
+        drawn.add(done.batch.plan.index)
+        if len(drawn) == len(shard.batches):
+            del self.drawn[shard.index]
+            self.pending.discard(shard.index)
+            self._settle_behind(shard)
 
     def _settle_behind(self, shard: ShardPlan) -> None:
         """Make the shard's file while later batches are drawn: a thousand images take the disk seconds.

@@ -31,7 +31,7 @@ def open_images(path: Path) -> Mapping[str, Reader]:
 
 
 def _in_parquet(path: Path) -> dict[str, Reader]:
-    file = pq.ParquetFile(path)
+    file = pq.ParquetFile(path.open("rb"))
 
     @lru_cache(maxsize=1)  # ids are mostly asked for in the order of the file
     def group(number: int) -> pa.Table:
@@ -53,11 +53,11 @@ def _in_parquet(path: Path) -> dict[str, Reader]:
 
 def _in_tar(path: Path) -> dict[str, Reader]:
     def read(record: dict[str, Any], member: tarfile.TarInfo) -> StoredRow:
-        with open(path, "rb") as file:
+        with path.open("rb") as file:
             file.seek(member.offset_data)
             return _stored(record, member.name, file.read(member.size))
 
-    with tarfile.open(path, "r:") as tar:
+    with path.open("rb") as source, tarfile.open(fileobj=source, mode="r:") as tar:
         members = tar.getmembers()
         records = [(json.load(tar.extractfile(text)), image) for image, text in zip(*[iter(members)] * 2, strict=True)]  # type: ignore[arg-type]
     return {record["id"]: lambda record=record, image=image: read(record, image) for record, image in records}  # type: ignore[misc]
@@ -69,7 +69,7 @@ def _in_folder(metadata: Path) -> dict[str, Reader]:
         content = image.read_bytes() if image.is_file() else None
         return _stored(record, record["file_name"], content, record["image_sha256"])
 
-    with open(metadata, "rb") as file:
+    with metadata.open("rb") as file:
         return {record["id"]: lambda record=record: read(record) for record in map(json.loads, file)}  # type: ignore[misc]
 
 

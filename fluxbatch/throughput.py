@@ -7,17 +7,19 @@ so they are never added up.
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import duckdb
 import pyarrow as pa
 
-from fluxbatch.commit import read_lines
 from fluxbatch.folder import RunFolder
+from fluxbatch.lines import last_lines, read_lines
 from fluxbatch.metrics import HANDOVERS, STAGES, finite, rate, wait_key
 
 RECENT_BATCHES = 20
@@ -26,7 +28,13 @@ QUIET_S = 600.0  # a rank silent for so long, or for three of its batches, is no
 CHUNK = 65_536  # lines held as Python objects at a time
 POINTS = 120
 
+LOG_BYTES = 2**29  # of the newest lines: some 600,000
+EXACT_LINES = 2_000_000
+
 Line = dict[str, Any]
+Log: TypeAlias = (
+    "pa.Table | duckdb.DuckDBPyConnection"  # with the columns of SCHEMA; a connection has them as the table `log`
+)
 
 SCHEMA = pa.schema(
     [("time", pa.string()), ("rank", pa.int64()), ("batch", pa.int64()), ("bucket", pa.string())]
@@ -40,24 +48,25 @@ SCHEMA = pa.schema(
 
 def recent_lines(folder: RunFolder, *, count: int = RECENT_BATCHES) -> dict[int, list[Line]]:
     """The last `count` lines of each rank, oldest first, read from the end of each file."""
-    tails = (list(_tail(path))[-count:] for path in _logs(folder))
+    tails = (_last_lines(path, count) for path in _logs(folder))
     return {lines[-1]["rank"]: lines for lines in tails if lines}
+
+
+def _last_lines(path: Path, count: int) -> list[Line]:
+    newest_first = map(_line, reversed(last_lines(path, TAIL_BYTES)))
+    return list(islice(filter(None, newest_first), count))[::-1]
 
 
 def _logs(folder: RunFolder) -> list[Path]:
     return sorted(folder.logs.glob("metrics-rank-*.jsonl"))
 
 
-def _tail(path: Path) -> Iterator[Line]:
-    with open(path, "rb") as file:
-        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-        for line in file.read().splitlines():
-            try:
-                record = json.loads(line)
-            except ValueError:  # torn by a kill, or cut by our own seek
-                continue
-            if isinstance(record, dict) and "batch" in record:
-                yield record
+def _line(text: bytes) -> Line | None:
+    try:
+        record = json.loads(text)
+    except ValueError:  # torn by a kill, or cut by our own seek
+        return None
+    return record if isinstance(record, dict) and "batch" in record else None
 
 
 def working(recent: Mapping[int, list[Line]]) -> dict[int, list[Line]]:
@@ -94,20 +103,50 @@ def _summed_rate(ranks: Mapping[int, list[Line]], amounts: Sequence[Sequence[flo
     return sum(rates) if rates else None
 
 
-def read_log(folder: RunFolder) -> pa.Table:
-    """The lines of all ranks, one column a key of SCHEMA; torn and foreign lines are passed over."""
+def read_log(folder: RunFolder, *, rank: int | None = None) -> pa.Table:
+    """The newest lines of all ranks, or of one: one column a key of SCHEMA; torn and foreign lines are passed over.
+
+    No more than LOG_BYTES of files are read, the same of each.
+    """
+    paths = [path for path in _logs(folder) if rank is None or path.name == folder.metrics(rank).name]
+    texts = (text for path in paths for text in last_lines(path, LOG_BYTES // len(paths)))
+    return pa.concat_tables([SCHEMA.empty_table(), *_chunks(filter(None, map(_line, texts)))])
+
+
+@contextmanager
+def open_log(folder: RunFolder) -> Iterator[Log]:
+    """All lines of all ranks, on disk while the context is open: those of a hundred million rows fit no memory."""
     lines = (line for path in _logs(folder) for line in read_lines(path) if "batch" in line)
-    chunks = iter(lambda: list(islice(lines, CHUNK)), [])
-    return pa.concat_tables(chain([SCHEMA.empty_table()], (pa.Table.from_pylist(chunk, SCHEMA) for chunk in chunks)))
+    with tempfile.TemporaryDirectory(prefix="fluxbatch-") as scratch:
+        config: dict[str, Any] = {"memory_limit": "1GiB", "temp_directory": scratch, "threads": 2}
+        with duckdb.connect(f"{scratch}/log", config=config) as database:
+            database.register("empty", SCHEMA.empty_table())
+            database.execute("SET enable_progress_bar = false; CREATE TABLE log AS SELECT * FROM empty")
+            for chunk in _chunks(lines):
+                database.register("incoming", chunk)
+                database.execute("INSERT INTO log SELECT * FROM incoming")
+            yield database
 
 
-def by_bucket(log: pa.Table) -> dict[str, dict[str, Any]]:
+def _chunks(lines: Iterator[Line]) -> Iterator[pa.Table]:
+    while chunk := list(islice(lines, CHUNK)):
+        yield pa.Table.from_pylist(chunk, SCHEMA)
+
+
+def _median(log: Log) -> str:
+    """DuckDB's median holds every value, which a billion values do not allow; the other is right within a percent."""
+    [row] = _query(log, "SELECT count(*) AS lines FROM log")
+    return "median({})" if row["lines"] <= EXACT_LINES else "approx_quantile({}, 0.5)"
+
+
+def by_bucket(log: Log) -> dict[str, dict[str, Any]]:
     """For each bucket: images, images a second of one rank, and what its batches cost.
 
     `median_ms` is that of a batch; `ms_per_image` the mean, which is right also where one batch does a stage's work for
     its neighbours (prompts are encoded for several batches at once). `warm_up_s` went by in first launches of a shape.
     """
-    medians = ", ".join(f"median({stage}_ms) AS {stage}" for stage in STAGES)
+    median = _median(log)
+    medians = ", ".join(f"{median.format(f'{stage}_ms')} AS {stage}" for stage in STAGES)
     means = ", ".join(f"sum({stage}_ms) / nullif(sum(rows_ok + rows_failed), 0) AS {stage}_mean" for stage in STAGES)
     rows = _query(
         log,
@@ -135,7 +174,7 @@ def _bucket_figures(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def launches(log: pa.Table) -> list[dict[str, Any]]:
+def launches(log: Log) -> list[dict[str, Any]]:
     """For each bucket: launched images (padding too) and seconds without first launches of a shape, seconds an image of
     a quick and of a slow batch, seconds in first launches, and the peak memory. Buckets with fewer than three other
     batches are left out."""
@@ -155,7 +194,7 @@ def launches(log: pa.Table) -> list[dict[str, Any]]:
     )
 
 
-def occupancy(log: pa.Table) -> dict[str, dict[str, float | None]]:
+def occupancy(log: Log) -> dict[str, dict[str, float | None]]:
     """Of the wall time of all ranks: the share that each stage was at work, and that each receiver stood waiting.
 
     Stages overlap, and several threads compress at once, so shares add up to more than 1 and one may exceed it.
@@ -173,7 +212,7 @@ def occupancy(log: pa.Table) -> dict[str, dict[str, float | None]]:
     }
 
 
-def totals(log: pa.Table) -> dict[str, Any]:
+def totals(log: Log) -> dict[str, Any]:
     """The whole run. Ranks work side by side, so `wall_s` is that of the rank that worked longest."""
     [row] = _query(
         log,
@@ -206,7 +245,7 @@ def totals(log: pa.Table) -> dict[str, Any]:
     }
 
 
-def over_time(log: pa.Table, *, count: int = POINTS) -> list[dict[str, Any]]:
+def over_time(log: Log, *, count: int = POINTS) -> list[dict[str, Any]]:
     """The run in at most `count` equal numbers of batches: `worked_s` since its first one (pauses left out), images a
     second of all ranks, and the GPU's use and power."""
     return _query(
@@ -223,7 +262,7 @@ def over_time(log: pa.Table, *, count: int = POINTS) -> list[dict[str, Any]]:
     )
 
 
-def made_again(log: pa.Table) -> int:
+def made_again(log: Log) -> int:
     """Rows of batches that the logs tell twice: their files were lost or damaged in between."""
     [row] = _query(
         log,
@@ -243,7 +282,9 @@ def starts(folder: RunFolder) -> list[Line]:
     return sorted(found, key=lambda line: line["time"])
 
 
-def _query(log: pa.Table, sql: str) -> list[dict[str, Any]]:
+def _query(log: Log, sql: str) -> list[dict[str, Any]]:
+    if not isinstance(log, pa.Table):
+        return log.sql(sql).to_arrow_table().to_pylist()
     with duckdb.connect() as database:
         database.register("log", log)
         return database.sql(sql).to_arrow_table().to_pylist()

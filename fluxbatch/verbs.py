@@ -29,7 +29,9 @@ def run(cfg: JobConfig) -> Answer:
     counts, code = _run_here(cfg) if cfg.run.devices is None else _run_on_devices(cfg)
     folder = RunFolder(config.output_dir(cfg))
     words = [*_count_lines(counts), f"images: {folder.data}"]
-    if counts.pending == 0:
+    if cfg.run.plan_only:
+        words += ["the plan stands; the same command without run.plan_only=true draws its rows"]
+    elif counts.pending == 0:
         words += [f"contact sheet: {folder.contact_sheet}", f"report: {folder.report_html}"]
     else:
         words += [f"this rank's share is done; {counts.pending} rows are other ranks'"]

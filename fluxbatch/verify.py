@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 
@@ -19,8 +20,9 @@ from PIL import Image
 
 from fluxbatch import commit, shards, writers
 from fluxbatch.errors import FluxbatchError
-from fluxbatch.folder import RunFolder
-from fluxbatch.ledger import Ledger, revision_of, row_counts, shard_of, torn_lines
+from fluxbatch.folder import RunFolder, revision_of, shard_of
+from fluxbatch.ledger import Ledger, row_counts, torn_lines
+from fluxbatch.left import begun_batches
 from fluxbatch.planfile import DamagedPlanError, RunPlan
 from fluxbatch.records import RowCounts, ShardCommit, ShardPlan
 from fluxbatch.writers import StoredRow
@@ -54,7 +56,7 @@ def verify(folder: RunFolder, *, decode: bool) -> tuple[RowCounts, list[Discrepa
     # In this order a run that works beside us cannot look wrong: a shard's part files go after its ledger line.
     finished = folder.success.exists()
     standing = list(shards.standing_files(folder))
-    parts = {path.name for path in folder.batches.glob("batch-*.arrow")}
+    parts = begun_batches(folder)
     try:
         plan = RunPlan.open(folder)
     except FluxbatchError as error:
@@ -77,7 +79,8 @@ def verify(folder: RunFolder, *, decode: bool) -> tuple[RowCounts, list[Discrepa
 
 
 def _leftovers(folder: RunFolder) -> Iterator[Discrepancy]:
-    for place in (folder.data, folder.failures, folder.batches):
+    begun = map(folder.open_shard, shards.open_shards(folder))
+    for place in (*shards.shard_places(folder), folder.batches, *begun):
         for path in sorted(place.glob(f"{commit.TEMPORARY_PREFIX}*")):
             yield Discrepancy(_relative(folder, path), "is left over from a killed run", "aside")
 
@@ -93,10 +96,14 @@ class _Check:
     folder: RunFolder
     plan: RunPlan
     ledger: Ledger
-    parts: set[str]  # names of the part files on disk
+    parts: dict[int, set[int]]  # by shard, the batches whose part files are on disk
     decode: bool
     standing: list[str]  # files in data/ and failed/
     failed: set[str] = field(default_factory=set)  # ids whose last word so far is failed
+
+    @cached_property
+    def torn(self) -> list[str]:
+        return torn_lines(self.folder)
 
     def shards(self) -> Iterator[Discrepancy]:
         """Every shard of which the ledger or the folder knows something."""
@@ -135,7 +142,10 @@ class _Check:
 
         With all part files there, the run was stopped between publishing and its ledger line, and goes on from them.
         """
-        is_drawn = len(self._parts_of(shard)) == len(shard.batches)
+        if not files and not lines:
+            return
+        parts = self.parts.get(shard.index, set())
+        is_drawn = bool(parts) and {batch.index for batch in shard.batches} <= parts
         named = {line.file: line for line in lines}
         held: dict[str, list[str]] = {}
         for file in files if is_drawn else dict.fromkeys([*files, *named]):
@@ -146,7 +156,7 @@ class _Check:
         planned = shards.kept_ids(shard, self.plan.rows(shard))
         lacks = list(_row_faults(planned, held))
         if not lacks:
-            torn = "".join(f" ({place} is torn)" for place in torn_lines(self.folder)[:1])
+            torn = "".join(f" ({place} is torn)" for place in self.torn[:1])
             for file in () if is_drawn else files:
                 yield Discrepancy(file, f"stands without its ledger line, or another of its shard{torn}", "run")
         elif any(file.startswith("data/") for file in held):
@@ -195,9 +205,6 @@ class _Check:
 
     def _is_superseded(self, file: str) -> bool:
         return revision_of(file) < self.plan.revisions.get(shard_of(file) or 0, 0)
-
-    def _parts_of(self, shard: ShardPlan) -> set[str]:
-        return {self.folder.batch(batch.index).name for batch in shard.batches} & self.parts
 
     def _shard(self, index: int | None) -> ShardPlan | None:
         for part in self.plan.parts:

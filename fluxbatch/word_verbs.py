@@ -176,7 +176,7 @@ def publish(words: Words) -> Answer:
     private = words.get("private", "true")
     if private not in ("true", "false"):
         raise ConfigError(f"private must be true or false, got {private!r}")
-    folder = RunFolder(Path(words["output.dir"]).expanduser().absolute())
+    folder = RunFolder(config.place(words["output.dir"], key="output.dir"))
     if job.read_job(folder) is None:
         raise ConfigError(f"output.dir must be a run folder (with a job.json), got {folder.root}")
     done = publish_run(folder, repo=words["repo"], private=private == "true")

@@ -221,11 +221,17 @@ class ImageFile:
         return self.path.stat().st_size if self.path.is_file() else -1
 
 
+def read_parquet(path: Path, columns: list[str] | None = None) -> pa.Table:
+    """A whole Parquet file of a run folder, or columns of it."""
+    with path.open("rb") as source:
+        return pq.read_table(source, columns=columns)
+
+
 def stored_ids(path: Path) -> list[str]:
     """The ids in a data or failed file, in their order. Raises FluxbatchError where it cannot be read whole."""
     with readable(path):
         if path.suffix == ".parquet":
-            return pq.read_table(path, columns=["id"], partitioning=None)["id"].to_pylist()
+            return read_parquet(path, ["id"])["id"].to_pylist()
         if path.suffix == ".tar":
             return [record["id"] for record, _, _ in _tar_rows(path)]
     return [row.id for row in stored_rows(path) if row.sound or _raise_lost_image(path, row)]
@@ -270,7 +276,7 @@ def readable(path: Path) -> Iterator[None]:
 
 
 def _parquet_rows(path: Path) -> Iterator[StoredRow]:
-    with pq.ParquetFile(path) as file:
+    with path.open("rb") as source, pq.ParquetFile(source) as file:
         for group in range(file.num_row_groups):
             names = ["id", "height", "width", "truncated", "image"]
             for row in zip(*file.read_row_group(group, columns=names).select(names), strict=True):
@@ -279,7 +285,7 @@ def _parquet_rows(path: Path) -> Iterator[StoredRow]:
 
 
 def _tar_rows(path: Path) -> Iterator[tuple[dict[str, Any], str, bytes]]:
-    with tarfile.open(path, "r:") as tar:
+    with path.open("rb") as source, tarfile.open(fileobj=source, mode="r:") as tar:
         members = iter(tar)
         for image, record in zip(members, members, strict=True):
             yield json.loads(_content(tar, record)), image.name, _content(tar, image)
@@ -293,5 +299,5 @@ def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
 
 
 def _metadata(path: Path) -> Iterator[dict[str, Any]]:
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         yield from map(json.loads, file)

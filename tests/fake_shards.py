@@ -75,6 +75,9 @@ class FakePlan:
     def shards_of(self, part: PlanPart) -> list[ShardPlan]:
         return list(part.shards())
 
+    def part(self, shard: int) -> PlanPart:
+        return next(part for part in reversed(self.parts) if part.first_shard <= shard)
+
     def shard(self, index: int) -> ShardPlan:
         return self.shards()[index]
 

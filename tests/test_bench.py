@@ -16,7 +16,7 @@ import pytest
 import torch
 from tiny_models import FLUX2_SCHEDULER, MAX_SEQUENCE_LENGTH, flux2_parts, model_config
 
-from fluxbatch.bench import QUESTIONS, ceilings, recipes
+from fluxbatch.bench import QUESTIONS, ceilings, cluster, recipes
 from fluxbatch.bench.batch_sizes import percent_of_best
 from fluxbatch.bench.contestants import Cell, Turn
 from fluxbatch.bench.end_to_end import kernel_gaps
@@ -54,6 +54,8 @@ CASES: dict[str, list[str]] = {
     "pipelines": [*SMALL, "--rows", "3", "--sizes", "64x64"],
     "plan_scale": ["--rows", "2000"],
     "startup": ["model=tiny", "--steps", "1", "--size", "64x64", "--cells", "eager"],
+    "resume_scale": ["--shards", "100", "--rows-a-shard", "2", "--world-size", "2"],
+    "cluster": ["--gpus", "20", "--rows", "400000"],
 }
 
 
@@ -427,3 +429,24 @@ def test_peers_draw_with_random_weights_and_the_loops_own_dtype(
     assert code == 0, err
     found = json.loads(out)["contestants"]
     assert found["loop"].get("images", 0) > 0 and found["fluxbatch"].get("images", 0) > 0, found
+
+
+def test_helping_ranks_bounds_what_a_slow_gpu_costs_and_failures_cost_batches_only():
+    fleet = cluster.Fleet(gpus=10, image_s=1.0, batch=4, shard_rows=100, spread=0.0, slow=0.1, slow_factor=2.0,
+                          mtbf_h=2.0, restart_s=60.0)  # fmt: skip
+    fleets = fleet, replace(fleet, helping=False)
+    helped, alone = (cluster.simulate(of, rows=100_000, seed=1) for of in fleets)
+    assert helped.wall_h < 0.75 * alone.wall_h and helped.idle_gpu_h < 10 * 200 / 3600
+    assert helped.failures and helped.lost_gpu_h == pytest.approx(helped.failures * 6.0 / 3600)
+
+
+def test_the_calls_of_a_batch_are_few_and_do_not_grow_with_the_job(tmp_path: Path):
+    sampler = SamplerConfig(height=64, width=64, num_inference_steps=2, guidance_scale=1.0)
+    cfg = JobConfig(model=model_config(), sampler=sampler)
+
+    def calls(batches: int) -> float:
+        (tmp_path / str(batches)).mkdir()
+        return cluster.count_operations(cfg, tmp_path / str(batches), batches=batches)["batch"].total()
+
+    few, many = calls(4), calls(16)
+    assert many <= few + 0.5 and few < 13

@@ -142,7 +142,9 @@ def test_killed_and_started_again_the_embedded_model_writes_the_same_bytes(tmp_p
         stderr=subprocess.PIPE,
     )
     until = time.monotonic() + 120
-    while not list((tmp_path / "run").glob("batches/batch-*")) and time.monotonic() < until and process.poll() is None:
+    while (
+        not list((tmp_path / "run").glob("batches/*/batch-*")) and time.monotonic() < until and process.poll() is None
+    ):
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     process.communicate()

@@ -69,7 +69,8 @@ def test_br05_a_prompt_of_any_text_is_stored_letter_by_letter(tmp_path: Path, pr
 
 STATE = ("job.json", "rejected.parquet", "plan.parquet", "ledger/rank-00000.jsonl", "logs/metrics-rank-00000.jsonl",
          "locks/rank-00000.json", "README.md", "report.json", "report.html", "contact_sheet.png", "_SUCCESS",
-         "data/shard-00000.parquet", "batches/batch-00000000.arrow", "failed/shard-00000.parquet")  # fmt: skip
+         "data/shard-00000.parquet", "batches/shard-00000/batch-00000000.arrow",
+         "failed/shard-00000.parquet")  # fmt: skip
 
 
 @pytest.mark.parametrize("content", ["text", "nothing"])

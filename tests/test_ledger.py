@@ -12,6 +12,7 @@ from fluxbatch import commit, shards
 from fluxbatch.errors import FluxbatchError
 from fluxbatch.folder import RunFolder
 from fluxbatch.ledger import Ledger, check_files, failed_rows, row_counts
+from fluxbatch.lines import read_lines
 from fluxbatch.records import RowCounts, ShardCommit
 
 KINDS = ("parquet", "webdataset", "folder")
@@ -37,7 +38,7 @@ def test_what_was_appended_is_read_back(folder: RunFolder) -> None:
     ledger = done(folder, plan, failing=("a",))
     assert Ledger.read(folder) == ledger
     assert all(ledger.complete(shard) for shard in plan.shards())
-    [line] = list(commit.read_lines(folder.ledger(0)))[:1]
+    [line] = list(read_lines(folder.ledger(0)))[:1]
     assert {"file", "rows", "bytes", "sha256"} <= line.keys()
 
 

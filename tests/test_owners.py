@@ -211,7 +211,7 @@ def test_three_live_copies_whose_lease_was_removed_by_hand_end_well_with_each_ro
         copies.append(threading.Thread(target=lambda s=start, t=slow: done.append(s(overrides, FAKE_SLOW_S=t))))
         copies[-1].start()
         until(lambda: lease_file.exists() or success.exists())
-        until(lambda: success.exists() or list((tmp_path / "run" / "batches").glob("batch-*")))
+        until(lambda: success.exists() or list((tmp_path / "run" / "batches").glob("*/batch-*")))
     for copy in copies:
         copy.join(120)
     faults.race(3)

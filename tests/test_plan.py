@@ -4,6 +4,7 @@ import json
 import math
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -145,3 +146,16 @@ def test_a_retry_follows_the_last_part_and_launches_the_first_shapes_again():
     assert (retry.index, retry.kind, retry.shard_size) == (2, "retry", 6)
     assert (retry.first_shard, retry.first_batch) == (4, first.num_batches + second.num_batches)
     assert [(run.bucket, run.num_rows, run.batch_size) for run in retry.runs] == [(WIDE, 2, 2), (SQUARE, 1, 4)]
+
+
+def test_rows_and_batches_of_any_shards_are_counted_as_they_are_listed():
+    counts = {Bucket(64, 64, 2): 23, Bucket(32, 32, 2): 9, Bucket(32, 48, 2): 31}
+    part = plan_part(counts, plan=PlanConfig(batch_size=4, shard_size=10), first_shard=5, first_batch=70)
+    for chosen in ([5], [6, 7], [5, 8, 11], list(range(5, 12))):
+        listed = [batch for shard in chosen for batch in part.shard(shard).batches]
+        for run, rows, batches in part.rows_in(np.array(chosen)):
+            ours = [batch for batch in listed if batch.bucket == run.bucket]
+            assert (rows, batches) == (sum(batch.num_rows for batch in ours), len(ours))
+    assert [len(part.shard(shard).batches) for shard in range(5, 12)] == [
+        len(tuple(part.shard(shard).batches)) for shard in range(5, 12)
+    ]

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fluxbatch import planfile, planner, row_spool
+from fluxbatch import plan_writer, planner, row_spool
 from fluxbatch.config import JobConfig, ManifestConfig, ModelConfig, PlanConfig, SamplerConfig
 from fluxbatch.errors import FluxbatchError, ManifestError
 from fluxbatch.folder import RunFolder
@@ -84,7 +84,7 @@ def test_the_plan_has_the_largest_images_first_and_rows_in_manifest_order(job: J
 
 
 def test_every_row_is_recorded_with_its_place_and_the_manifests_own_columns(job: Job, monkeypatch):
-    monkeypatch.setattr(planfile, "GROUP_ROWS", 7)  # shards of 5 rows cross the edges of row groups
+    monkeypatch.setattr(plan_writer, "GROUP_ROWS", (1, 4))  # shards of 5 rows cross the edges of row groups
     job.write(rows_of(*range(20), 20))
     plan, _ = job.start()
     for shard in plan.shards():
@@ -130,7 +130,7 @@ def test_br05_prompts_arrive_byte_for_byte(job: Job):
 
 
 def test_br06_a_row_group_of_the_plan_holds_bounded_bytes(job: Job, monkeypatch):
-    monkeypatch.setattr(planfile, "GROUP_BYTES", 10_000)
+    monkeypatch.setattr(plan_writer, "GROUP_BYTES", 10_000)
     monkeypatch.setattr("fluxbatch.manifest.CHUNK_ROWS", 3)
     job.write([{"id": str(n), "prompt": f"{n}" * 2000} for n in range(10, 40)])
     plan, _ = job.start()
@@ -378,7 +378,7 @@ def test_an_added_seed_must_fit_the_type_of_the_first_plan(job: Job):
 
 def test_a_crash_before_the_rejected_rows_are_written_costs_a_comparison_only(job: Job, monkeypatch):
     job.write([*rows_of(0, 1), {"id": "x", "prompt": None}])
-    monkeypatch.setattr(planner.commit, "replace_file", lambda *_: sys.exit("killed"))
+    monkeypatch.setattr(plan_writer.commit, "replace_file", lambda *_: sys.exit("killed"))
     with pytest.raises(SystemExit):
         job.start()
     monkeypatch.undo()
@@ -432,15 +432,15 @@ def test_rows_can_be_added_after_a_retry(job: Job):
 def test_a_retry_that_meets_added_rows_comes_after_them(job: Job, monkeypatch):
     job.write(rows_of(*range(6)))
     plan, _ = job.start()
-    publish = planner.commit.publish_file
+    publish = plan_writer.commit.publish_file
 
     def lose_once(path, write):
-        monkeypatch.setattr(planner.commit, "publish_file", publish)
+        monkeypatch.setattr(plan_writer.commit, "publish_file", publish)
         job.write(rows_of(*range(7)))
         job.start()
         return publish(path, write)
 
-    monkeypatch.setattr(planner.commit, "publish_file", lose_once)
+    monkeypatch.setattr(plan_writer.commit, "publish_file", lose_once)
     retried = add_retry(job.folder, plan, {0: {"id-1"}})
     assert [(part.kind, part.num_rows) for part in retried.parts] == [("rows", 6), ("rows", 1), ("retry", 1)]
 
@@ -480,16 +480,16 @@ def test_two_processes_that_plan_at_once_end_with_one_plan(job: Job, tmp_path: P
 def test_a_loser_of_the_race_with_another_manifest_compares_with_the_winners_plan(job: Job, monkeypatch):
     job.write(rows_of(*range(4)))
     mine = open_manifest(job.cfg.manifest)
-    publish = planner.commit.publish_file
+    publish = plan_writer.commit.publish_file
 
     def lose_once(path, write):
-        monkeypatch.setattr(planner.commit, "publish_file", publish)
+        monkeypatch.setattr(plan_writer.commit, "publish_file", publish)
         job.write(rows_of(*range(3)))
         job.start()
         job.write(rows_of(*range(4)))
         return publish(path, write)
 
-    monkeypatch.setattr(planner.commit, "publish_file", lose_once)
+    monkeypatch.setattr(plan_writer.commit, "publish_file", lose_once)
     plan, changes = prepare(job.folder, mine, RowRules(**RULES), job.cfg)
     assert (changes.added, plan.num_rows, len(plan.parts)) == (1, 4, 2)
 
@@ -509,3 +509,12 @@ def test_nothing_is_left_in_the_temporary_folder(job: Job, tmp_path: Path, monke
         job.start()
     assert seen
     assert list(scratch.iterdir()) == []
+
+
+def test_a_row_group_of_the_plan_holds_whole_shards_and_there_are_never_too_many(job: Job, monkeypatch):
+    monkeypatch.setattr(plan_writer, "GROUP_ROWS", (1, 65_536))
+    monkeypatch.setattr(plan_writer, "MAX_GROUPS", 3)
+    job.write(rows_of(*range(38)))  # 8 shards of 5 rows
+    job.start()
+    metadata = pq.read_metadata(job.folder.plan())
+    assert [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)] == [15, 15, 8]

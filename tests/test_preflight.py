@@ -15,16 +15,17 @@ from fluxbatch.command import _disk_sentence
 from fluxbatch.config import OutputConfig
 from fluxbatch.errors import ConfigError, FluxbatchError, ManifestError
 from fluxbatch.folder import RunFolder
+from fluxbatch.left import Left
 from fluxbatch.manifest import open_manifest
-from fluxbatch.records import BatchPlan, Bucket
+from fluxbatch.records import Bucket
 
 
 def never_loaded() -> FakeModel:
     raise AssertionError("a weight was loaded")
 
 
-def batch(side: int, num_rows: int) -> BatchPlan:
-    return BatchPlan(index=0, shard=0, bucket=Bucket(side, side, 1), first_row=0, num_rows=num_rows, size=num_rows)
+def left(side: int, num_rows: int) -> dict[Bucket, Left]:
+    return {Bucket(side, side, 1): Left(rows=num_rows, batches=1, launched=num_rows)}
 
 
 def test_a_sound_folder_is_made_probed_and_left_empty(tmp_path: Path) -> None:
@@ -71,10 +72,10 @@ def test_only_what_is_still_to_be_made_needs_room(tmp_path: Path, caplog: pytest
     least = preflight.estimate.LEAST_BYTES_PER_PIXEL["png"]
     too_many = int(free.f_bavail * free.f_frsize / least / 2**20) + 1000
     with pytest.raises(FluxbatchError, match="make room"):
-        preflight.require_room(tmp_path, [batch(1024, too_many)], OutputConfig(kind="parquet"))
-    preflight.require_room(tmp_path, [batch(1024, 1)], OutputConfig(kind="parquet"))
+        preflight.require_room(tmp_path, left(1024, too_many), OutputConfig(kind="parquet"))
+    preflight.require_room(tmp_path, left(1024, 1), OutputConfig(kind="parquet"))
     assert caplog.records == []
-    preflight.require_room(tmp_path, [batch(1024, too_many // 2)], OutputConfig(kind="parquet"))
+    preflight.require_room(tmp_path, left(1024, too_many // 2), OutputConfig(kind="parquet"))
     assert "a full disk stops the run" in caplog.text
 
 
@@ -82,8 +83,8 @@ def test_a_folder_of_images_needs_as_many_inodes(tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", kind="ext4", kib=4096) as disk:
         num_rows = os.statvfs(disk).f_favail + 1
         with pytest.raises(FluxbatchError, match=r"inodes.*output=parquet"):
-            preflight.require_room(disk, [batch(16, num_rows)], OutputConfig(kind="folder"))
-        preflight.require_room(disk, [batch(16, num_rows)], OutputConfig(kind="webdataset"))
+            preflight.require_room(disk, left(16, num_rows), OutputConfig(kind="folder"))
+        preflight.require_room(disk, left(16, num_rows), OutputConfig(kind="webdataset"))
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP])

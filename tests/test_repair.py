@@ -24,6 +24,7 @@ from fluxbatch.errors import FluxbatchError, FolderBusyError
 from fluxbatch.folder import RunFolder
 from fluxbatch.lease import Lease
 from fluxbatch.ledger import Ledger
+from fluxbatch.lines import append_lines
 from fluxbatch.repair import repair
 from fluxbatch.verify import ADVICE, verify
 
@@ -131,7 +132,7 @@ def relabelled(folder: RunFolder, path: Path) -> None:
         "shard": 1, "file": line.file, "rows": line.rows, "failed": 0, "bytes": stat.st_size,
         "sha256": commit.sha256_file(path), "mtime_ns": stat.st_mtime_ns,
     }  # fmt: skip
-    commit.append_lines(folder.ledger(0), [record])
+    append_lines(folder.ledger(0), [record])
 
 
 def changed_rows(path: Path, change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> None:

@@ -196,6 +196,7 @@ def test_status_of_a_finished_run(run: Run) -> None:
 
 NOW_S = datetime(2026, 1, 31, 8, tzinfo=UTC).timestamp()
 FOUND = {
+    "world_size": 1, "ranks_absent": [],
     "run": "night", "rows": 10, "written": 4, "failed": 0, "rejected": 1, "pending": 5, "in_open_shards": 2,
     "complete": False, "finished": False, "running": ["node pid 7 rank 0"], "not_running_since": None,
     "bucket": "64x64-4", "images_per_s": 3.414, "gpu_busy_share": 0.98, "gpu_power_w": 651.7, "eta_s": 7500,

@@ -202,7 +202,7 @@ def started(overrides: list[str], **environ: str) -> subprocess.Popen[str]:
     )
     folder = Path(next(o for o in overrides if o.startswith("output.dir=")).partition("=")[2])
     until = time.monotonic() + 60
-    while not list(folder.glob("batches/batch-*")) and time.monotonic() < until and process.poll() is None:
+    while not list(folder.glob("batches/*/batch-*")) and time.monotonic() < until and process.poll() is None:
         time.sleep(0.02)
     return process
 

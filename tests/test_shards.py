@@ -57,10 +57,10 @@ def test_a_batch_is_committed_once(folder: RunFolder) -> None:
     plan = FakePlan(["a", "b"])
     done = finished(plan, plan.shard(0).batches[0], failing=["b"])
     assert shards.commit_batch(folder, done)
-    before = folder.batch(0).read_bytes()
+    before = folder.batch(0, 0).read_bytes()
     assert not shards.commit_batch(folder, finished(plan, plan.shard(0).batches[0]))
-    assert folder.batch(0).read_bytes() == before
-    assert shards.committed_batches(folder) == {0}
+    assert folder.batch(0, 0).read_bytes() == before
+    assert shards.committed_batches(folder, 0) == {0}
 
 
 def test_a_part_of_other_rows_stops_the_commit(folder: RunFolder) -> None:
@@ -76,7 +76,7 @@ def test_br35_a_damaged_part_counts_as_never_committed_wherever_it_is_hit(
     plan = FakePlan(["a", "b"])
     done = finished(plan, plan.shard(0).batches[0], failing=["b"])
     shards.commit_batch(folder, done)
-    path = folder.batch(0)
+    path = folder.batch(0, 0)
     whole = path.read_bytes()
     table = shards._read_part(path)
     pick = random.Random(0)
@@ -88,7 +88,7 @@ def test_br35_a_damaged_part_counts_as_never_committed_wherever_it_is_hit(
         assert found is None or found.equals(table)  # a flip in padding changes no value
     assert "is damaged" in caplog.text
     path.write_bytes(flipped(whole, whole.index(b"IDAT")))
-    assert shards.committed_batches(folder) == set()
+    assert shards.committed_batches(folder, 0) == set()
     assert not path.exists()
     assert shards.commit_batch(folder, done)
     assert path.read_bytes() == whole
@@ -100,10 +100,10 @@ def flipped(content: bytes, position: int) -> bytes:
 
 def test_a_damaged_part_in_the_way_of_a_commit_is_replaced(folder: RunFolder) -> None:
     plan = FakePlan(["a", "b"])
-    folder.batches.mkdir(parents=True)
-    folder.batch(0).write_bytes(b"half a fi")
+    folder.open_shard(0).mkdir(parents=True)
+    folder.batch(0, 0).write_bytes(b"half a fi")
     assert shards.commit_batch(folder, finished(plan, plan.shard(0).batches[0]))
-    assert shards.committed_batches(folder) == {0}
+    assert shards.committed_batches(folder, 0) == {0}
 
 
 # Data files
@@ -236,7 +236,7 @@ def test_a_row_that_fails_anew_beside_a_committed_failure_file_is_named(folder: 
 def test_a_lost_part_is_named(folder: RunFolder) -> None:
     plan = FakePlan(["a", "b", "c"])
     commit_batches(folder, plan, 0)
-    folder.batch(1).unlink()
+    folder.batch(1, 0).unlink()
     with pytest.raises(FluxbatchError, match=r"batch-00000001\.arrow is gone"):
         compact(folder, plan, 0, cfg=output())
 

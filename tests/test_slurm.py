@@ -65,7 +65,7 @@ class Job:
 
     def wait_for_batches(self, number: int = 1) -> None:
         batches = self.folder / "run" / "batches"
-        until(lambda: len(list(batches.glob("batch-*"))) >= number, f"{number} batches in {self.folder}", 120)
+        until(lambda: len(list(batches.glob("*/batch-*"))) >= number, f"{number} batches\n{self.log()}", 120)
 
     def wait_for_ranks(self, number: int) -> None:
         """A signal before Python has read its first line ends a process by that signal."""

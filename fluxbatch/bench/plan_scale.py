@@ -1,10 +1,11 @@
 """Question: how much memory and time does a manifest of millions of rows take until its plan stands?
 
-python -m fluxbatch bench plan_scale --rows 10000000 [--group-rows 1000000] [--memory-gib 1.0] [--folder /scratch]
+python -m fluxbatch bench plan_scale --rows 10000000 [--words 25] [--group-rows 1000000] [--folder /scratch]
 
-Writes a manifest of 200-character prompts, 6 shapes, ids and seeds, then measures each step in a process of its own:
-`imports` (the floor of memory), `survey` (the verb plan), `prepare` (the first start), `unchanged` (the next one),
-`compare` (a start after the manifest was touched) and `first_batch` (from the plan's footer to one batch of requests).
+Writes a manifest of prompts of `--words` words (25: 200 characters), 6 shapes, ids and seeds, then measures each step
+in a process of its own: `imports` (the floor of memory), `survey` (the verb plan), `prepare` (the first start),
+`unchanged` (the next one), `compare` (a start after the manifest was touched) and `first_batch` (from the plan's footer
+to one batch of requests).
 Memory is the peak resident set of that process. Where others use the machine too, trust CPU seconds. No warm-up; the
 manifest is warm in the page cache. Excluded: writing it. Takes no settings but manifest.memory_gib.
 """
@@ -32,7 +33,7 @@ from fluxbatch.planner import prepare, survey
 from fluxbatch.records import RowRules
 
 SHAPES = ((1024, 1024), (768, 1344), (1344, 768), (832, 1216), (1216, 832), (512, 512))
-WORDS, WORDS_PER_PROMPT = 4096, 25  # of 7 letters and a space
+WORDS = 4096  # of 7 letters and a space
 WRITE_ROWS = 250_000
 RULES = RowRules(
     height=1024, width=1024, num_inference_steps=28, guidance_scale=3.5, seed=0, size_multiple=16, max_pixels=2**22,
@@ -40,8 +41,8 @@ RULES = RowRules(
 )  # fmt: skip
 
 
-def write_manifest(path: Path, *, num_rows: int, group_rows: int) -> None:
-    """Rows of random words, written in row groups of `group_rows`."""
+def write_manifest(path: Path, *, num_rows: int, group_rows: int, words: int = 25) -> None:
+    """Rows of `words` random words, written in row groups of `group_rows`."""
     rng = np.random.default_rng(0)
     letters = rng.integers(ord("a"), ord("z") + 1, (WORDS, 8), dtype=np.uint8)
     letters[:, 7] = ord(" ")
@@ -51,13 +52,13 @@ def write_manifest(path: Path, *, num_rows: int, group_rows: int) -> None:
     with pq.ParquetWriter(path, schema, compression="zstd", use_dictionary=["height", "width"]) as writer:
         for first in range(0, num_rows, group_rows):
             steps = range(first, min(first + group_rows, num_rows), min(group_rows, WRITE_ROWS))
-            parts = [_rows(rng, letters, at, min(steps.step, steps.stop - at)) for at in steps]
+            parts = [_rows(rng, letters, words, at, min(steps.step, steps.stop - at)) for at in steps]
             writer.write_table(pa.concat_tables(parts).cast(schema), row_group_size=group_rows)
 
 
-def _rows(rng: np.random.Generator, letters: np.ndarray, first: int, num_rows: int) -> pa.Table:
-    text = letters[rng.integers(WORDS, size=(num_rows, WORDS_PER_PROMPT))]
-    ends = np.arange(num_rows + 1, dtype=np.int32) * (WORDS_PER_PROMPT * letters.shape[1])
+def _rows(rng: np.random.Generator, letters: np.ndarray, words: int, first: int, num_rows: int) -> pa.Table:
+    text = letters[rng.integers(WORDS, size=(num_rows, words))]
+    ends = np.arange(num_rows + 1, dtype=np.int32) * (words * letters.shape[1])
     shapes = np.array(SHAPES)[rng.integers(len(SHAPES), size=num_rows)]
     row = np.arange(first, first + num_rows)
     return pa.table(
@@ -106,7 +107,7 @@ STEPS: dict[str, Step] = {
 PASSES = ("survey", "prepare", "compare")  # the steps that read all rows
 
 
-def _measured(step: Step, cfg: JobConfig, folder: RunFolder) -> dict[str, float]:
+def measured(step: Step, cfg: JobConfig, folder: RunFolder) -> dict[str, float]:
     """Seconds on the clock and of the processor, and peak memory, of one step in this process."""
     began, before = time.perf_counter(), time.process_time()
     step(cfg, folder)
@@ -117,6 +118,7 @@ def _measured(step: Step, cfg: JobConfig, folder: RunFolder) -> dict[str, float]
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, default=10_000_000)
+    parser.add_argument("--words", type=int, default=25, help="words of 8 characters in a prompt")
     parser.add_argument("--group-rows", type=int, default=1_000_000, help="rows in one row group of the manifest")
     parser.add_argument("--folder", type=Path, help="where the manifest and the plan go; default: a temporary folder")
 
@@ -126,15 +128,16 @@ def measure(cfg: JobConfig, options: argparse.Namespace) -> Iterator[dict[str, A
     with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
         manifest, folder = Path(scratch) / "manifest.parquet", RunFolder(Path(scratch) / "run")
         with spawn.Pool(1) as pool:
-            pool.apply(write_manifest, (manifest,), {"num_rows": options.rows, "group_rows": options.group_rows})
+            sizes = {"num_rows": options.rows, "group_rows": options.group_rows, "words": options.words}
+            pool.apply(write_manifest, (manifest,), sizes)
         job = JobConfig(manifest=ManifestConfig(path=str(manifest), memory_gib=cfg.manifest.memory_gib))
-        result: dict[str, Any] = {"rows": options.rows, "group_rows": options.group_rows,
+        result: dict[str, Any] = {"rows": options.rows, "words": options.words, "group_rows": options.group_rows,
                                   "memory_gib": cfg.manifest.memory_gib}  # fmt: skip
         result["manifest_mib"] = manifest.stat().st_size // 2**20
         print(f"{'step':12} {'seconds':>9} {'CPU s':>9} {'peak MiB':>9} {'rows/s':>10}")
         for name, step in STEPS.items():
             with spawn.Pool(1) as pool:
-                found = pool.apply(_measured, (step, job, folder))
+                found = pool.apply(measured, (step, job, folder))
             rate = f"{options.rows / found['wall_s']:10,.0f}" if name in PASSES else ""
             print(
                 f"{name:12} {found['wall_s']:9.2f} {found['cpu_s']:9.2f} {found['peak_rss_mib']:9,} {rate}", flush=True

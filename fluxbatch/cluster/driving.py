@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fluxbatch import commit, drawing, lease
+from fluxbatch import commit, drawing, lease, shards
 from fluxbatch.cluster.crew import Crew, Event, Member, connected
 from fluxbatch.cluster.dealer import Dealer
 from fluxbatch.cluster.worker import Order, versions
@@ -83,7 +83,7 @@ class RayDrawing:
         """By what the plan predicts of the batches that are left: a long shard must not be begun last."""
         costs = np.concatenate([part.shard_costs() for part in self._share.plan.parts])
         left = {
-            shard.index: costs[shard.index] * len(self._share.missing[shard.index]) / len(shard.batches)
+            shard.index: costs[shard.index] * sum(1 for _ in self._share.missing_batches([shard])) / len(shard.batches)
             for shard in work
         }
         return sorted(left, key=lambda index: -left[index])
@@ -180,7 +180,7 @@ class RayDrawing:
         shard, member.state = member.shard, "idle"
         if answer.state == "done":
             dealer.finish(shard)
-            self._share.missing.pop(shard, None)
+            self._share.forget(shard)
             member.shard, member.failed = None, set()
             self._proven.add(member.node)
         elif answer.state == "stopped":
@@ -217,13 +217,13 @@ class RayDrawing:
         """The member's shard is dealt again, with what was committed of it. Whether its attempt brought a batch."""
         assert member.shard is not None
         shard = self._share.plan.shard(member.shard)
-        missing = self._share.missing[shard.index]
-        there = {index for index in missing if self._folder.batch(index).exists()}
-        missing -= there
-        if not dealer.put_back(shard.index, why, brought=bool(there)):
+        known = self._share.drawn.setdefault(shard.index, set())
+        brought = set(shards.drawn_batches(self._folder, shard.index)) - known
+        known |= brought
+        if not dealer.put_back(shard.index, why, brought=bool(brought)):
             log.warning("shard %d is given up after %d attempts", shard.index, self._cfg.run.max_shard_attempts)
         member.shard = None
-        return bool(there)
+        return bool(brought)
 
     def _await_ledger(self, done: set[int]) -> None:
         """Until this node sees what the others have written: a network file system shows it late."""

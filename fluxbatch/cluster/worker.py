@@ -133,9 +133,9 @@ class Worker:
             if work:
                 self._drawing.draw(work)
             self._share.refresh()  # its file is made behind the drawing
-            return "stopped" if shard in self._share.missing else "done"
+            return "stopped" if shard in self._share.pending else "done"
         finally:
-            self._share.missing.pop(shard, None)
+            self._share.forget(shard)
 
     def _close(self) -> str:
         self._open.close()

@@ -139,7 +139,7 @@ DOORS: dict[str, tuple[str, bool, Callable[[Path], None]]] = {  # what is damage
     "footer": ("m.parquet", True, _surveyed),
     "plan": ("run/plan.parquet", False, _goes_on),
     "ledger": ("run/ledger/rank-00000.jsonl", True, _goes_on),
-    "part": ("run/batches/batch-*.arrow", False, _goes_on),
+    "part": ("run/batches/*/batch-*.arrow", False, _goes_on),
     "rejected": ("run/rejected.parquet", True, _goes_on),
     "job": ("run/job.json", True, _goes_on),
 }
