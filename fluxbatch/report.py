@@ -96,7 +96,7 @@ def status_words(found: Mapping[str, Any], *, now_s: float) -> str:
 def _state(found: Mapping[str, Any], now_s: float) -> str:
     running = found["running"]
     if running:
-        if found["world_size"] == 1:
+        if (found.get("world_size") or 1) == 1:
             return f"{counted(len(running), 'process', 'processes')} running: {', '.join(running)}"
         absent = ", ".join(map(str, found["ranks_absent"]))
         told = f"{len(running)} of {found['world_size']} ranks running: {', '.join(running)}"

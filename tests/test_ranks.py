@@ -172,13 +172,16 @@ class Together:
         self.done: dict[int, Done] = {}
         self._forges, self._settings = forges, settings(tmp_path, "run.world_size=3", *overrides)
         self._threads: list[threading.Thread] = []
+        self._cache = f"{tmp_path}/cache"  # what other tests measured must not decide the deal
 
     def start(self, rank: int, **environ: str) -> None:
         self._threads.append(threading.Thread(target=self._run, args=(rank, environ)))
         self._threads[-1].start()
 
     def _run(self, rank: int, environ: dict[str, str]) -> None:
-        self.done[rank] = self._forges[rank]([*self._settings, f"run.rank={rank}"], **environ)
+        self.done[rank] = self._forges[rank](
+            [*self._settings, f"run.rank={rank}"], **{"FLUXBATCH_CACHE": self._cache, **environ}
+        )
 
     def words_so_far(self, rank: int) -> Path:
         """The file that holds what a rank says, from its start on."""
@@ -274,7 +277,8 @@ def test_of_ranks_that_all_finish_at_once_each_may_write_the_report(
 ) -> None:
     """Each holds its last ledger line until all have theirs: every one of them finds the job complete."""
     job = Together(forges, tmp_path, "run.help_ranks=false")
-    barrier = f"touch {tmp_path}/at-$$; while [ $(ls {tmp_path} | grep -c at-) -lt 3 ]; do sleep 0.05; done"
+    waits = f"[ $(ls {tmp_path} | grep -c at-) -lt 3 ] && sleep 0.1"
+    barrier = f"touch {tmp_path}/at-$$; for i in $(seq 300); do {waits}; done"
     for rank in range(3):
         job.start(rank, DO_AT="ledger:2", DO=barrier)  # of the two shards of each rank
     assert job.end() == [0, 0, 0]
