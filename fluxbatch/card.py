@@ -120,7 +120,8 @@ def _words(report: Mapping[str, Any]) -> str:
 def _model(model: Mapping[str, Any]) -> str:
     if model["random_weights"]:
         return f"{model['name']} (random weights)"
-    return f"{model['name']} ({model['path']})" if model["path"] else model["name"]
+    name = model.get("pipeline") or model["name"]
+    return f"{name} ({model['path']})" if model["path"] else name
 
 
 def _loading(output: Mapping[str, Any]) -> str:

@@ -31,6 +31,7 @@ LITERAL_KEYS = (
     "run.name",
     "run.deadline",
     "run.devices",
+    "run.ray_resources",
     "run.reuse_from",
     "telemetry.prometheus_textfile",
 )

@@ -20,8 +20,8 @@ OUTPUTS = ("parquet", "webdataset", "folder")
 IMAGE_FORMATS = ("png", "jpeg", "webp")
 MAX_SIDE = {"png": 2**31 - 1, "jpeg": 65_500, "webp": 16_383}  # what libjpeg and libwebp refuse beyond
 LOGGERS = ("tensorboard", "wandb", "mlflow")
-FAMILIES = ("flux1", "flux2")
-GUIDANCE = ("embedded", "classifier_free", "none")
+FAMILIES = ("flux1", "flux2", "diffusers")
+GUIDANCE = ("embedded", "classifier_free", "none", "refused")
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "fp8", "int8", "fp8_weight_only", "int8_weight_only", "nvfp4")
 INT32_MAX = 2**31 - 1  # more of anything is a slip of the finger
@@ -64,7 +64,8 @@ class ModelConfig:
     """Which model and how it is loaded: conf/model/."""
 
     name: str = MISSING
-    family: str = MISSING  # flux1 or flux2
+    family: str = MISSING  # flux1, flux2, or diffusers: any other pipeline of its
+    pipeline: str | None = None  # of family diffusers: its class and a digest of its settings, read from its folder
     path: str | None = None  # a local folder in diffusers' layout, a hub id, or one file with a transformer
     base: str | None = None  # beside such a file: the folder or hub id of all other components
     revision: str | None = None
@@ -77,9 +78,10 @@ class ModelConfig:
     cpu_threads: int = 1  # inside an operator, on a CPU; decides bits, so it does not follow the machine
     kernels: str = "auto"  # fused, diffusers, or auto: fused on CUDA in half precision
     quantization: str = "none"  # of the blocks' matrices: fp8, int8, fp8_weight_only, int8_weight_only, nvfp4
-    compile: str = "off"  # or regional, of diffusers' modules
+    compile: str = "off"  # of diffusers' modules: regional (at the first launch of a shape) or aot (by `compile`)
+    aot_missing: str = "refuse"  # packages that a run with compile=aot lacks; or build them before it begins
     compile_cache: str | None = None  # a folder for compiled kernels; None: the user's cache, or node-local
-    guidance: str = MISSING  # embedded, classifier_free or none
+    guidance: str = MISSING  # embedded, classifier_free, none, or refused
     negative_prompts: bool = MISSING
     max_sequence_length: int = 512
     residency: str = "auto"  # resident, windowed (text encoder layers on the host), or auto: what fits
@@ -154,6 +156,10 @@ class RunConfig:
     max_restarts: int = 3  # of each of those processes, after a lost GPU or a kill
     help_ranks: bool = True  # with open shards, once the own share is done
     plan_only: bool = False  # end once the plan stands: thousands of GPUs need not wait for it
+    engine: str = "local"  # this process; or ray: a worker on each GPU of a Ray cluster
+    ray_resources: str | None = None  # of a worker, as GPU:0.5,CPU:4; None: GPU:1, with model.device=cpu CPU:threads
+    ray_wait_s: float = 1800.0  # how long a cluster without a free GPU is waited for
+    max_shard_attempts: int = 3  # on Ray: in a row that bring no batch
     retry_failed: bool = False
     on_change: str = "refuse"  # edited rows or other output-affecting settings; or redo
     reuse_from: str | None = None  # an earlier run's folder: what is unchanged is taken over from it
@@ -218,6 +224,19 @@ def _dtype_or_null(value: Any) -> bool:
     return value is None or value in DTYPES
 
 
+def _are_amounts(text: str) -> bool:
+    try:
+        return all(name and 0 < number < math.inf for name, number in amounts(text).items())
+    except ValueError:
+        return False
+
+
+def amounts(text: str) -> dict[str, float]:
+    """`GPU:0.5,CPU:4` by name; ValueError where one is no number."""
+    parts = (part.rpartition(":") for part in text.split(","))
+    return {name.strip(): float(number) for name, _, number in parts}
+
+
 def _is_step_cache(value: Any) -> bool:
     if not isinstance(value, list):
         return value in CHOICES
@@ -251,7 +270,8 @@ RULES: tuple[Rule, ...] = (
     ("model.cpu_threads", *_at_least(1)),
     ("model.kernels", *_one_of("auto", "fused", "diffusers")),
     ("model.quantization", *_one_of(*QUANTIZATIONS)),
-    ("model.compile", *_one_of("off", "regional")),
+    ("model.compile", *_one_of("off", "regional", "aot")),
+    ("model.aot_missing", *_one_of("refuse", "build")),
     ("model.guidance", *_one_of(*GUIDANCE)),
     ("model.max_sequence_length", lambda v: _is_int(v, 1, 512), "must be a whole number from 1 to 512"),
     ("model.encode_batch_size", *_at_least(1)),
@@ -285,6 +305,14 @@ RULES: tuple[Rule, ...] = (
     ("output.quality", lambda v: _is_int(v, 1, 100), "must be a whole number from 1 to 100"),
     ("output.png_level", lambda v: _is_int(v, 0, 9), "must be a whole number from 0 to 9"),
     ("output.row_group_mib", lambda v: _is_int(v, 1, 99), "must be a whole number from 1 to 99"),
+    ("run.engine", *_one_of("local", "ray")),
+    (
+        "run.ray_resources",
+        lambda v: v is None or _are_amounts(v),
+        "must be null or amounts > 0 by name: GPU:1,CPU:4",
+    ),
+    ("run.ray_wait_s", lambda v: 0 <= v < math.inf, "must be a finite number of seconds >= 0"),
+    ("run.max_shard_attempts", *_at_least(1)),
     ("run.devices", _is_devices, "must be null, all, or a list of GPU indices, UUIDs and cpu (0,1,3)"),
     ("run.max_restarts", *_at_least(0)),
     ("run.on_change", *_one_of("refuse", "redo")),
@@ -310,13 +338,29 @@ def check(cfg: JobConfig) -> None:
     """Refuse an impossible value with its dotted key, the rule and the value. Past this door, settings are trusted."""
     for key, holds, rule in RULES:
         value = setting(cfg, key)
-        if not holds(value):
+        if not holds(value) and not _is_left_to_pipeline(cfg, key, value):
             raise ConfigError(f"{key} {rule}, got {value!r}")
     _check_text(cfg)
     _check_place(cfg)
     _check_sizes(cfg)
     _check_loras(cfg.model)
     _check_ranks(cfg.run)
+
+
+PIPELINES_OWN = {  # what stands in conf/model/diffusers.yaml until model_folder.py has filled it in
+    "sampler.height": 0,
+    "sampler.width": 0,
+    "sampler.num_inference_steps": 0,
+    "sampler.guidance_scale": -1.0,
+}
+
+
+def _is_left_to_pipeline(cfg: JobConfig, key: str, value: Any) -> bool:
+    if cfg.model.family != "diffusers":
+        return False
+    if key == "model.max_sequence_length":  # its call says itself what it takes
+        return _is_int(value, 0, INT32_MAX)
+    return key in PIPELINES_OWN and value == PIPELINES_OWN[key]
 
 
 TEXT_KEYS = (
@@ -343,6 +387,8 @@ def _check_place(cfg: JobConfig) -> None:
 
 
 def _check_sizes(cfg: JobConfig) -> None:
+    if cfg.model.family == "diffusers" and cfg.model.pipeline is None:
+        return  # its folder has not been read yet
     multiple = cfg.model.size_multiple
     for key in ("sampler.height", "sampler.width"):
         value = setting(cfg, key)
@@ -365,6 +411,8 @@ def _check_loras(model: ModelConfig) -> None:
 
 
 def _check_ranks(run: RunConfig) -> None:
+    if run.engine == "ray" and run.devices is not None:
+        raise ConfigError(f"run.devices must be null with run.engine=ray, which takes all GPUs, got {run.devices}")
     if run.rank is None and run.world_size is None:
         return
     if run.rank is None or run.world_size is None:
@@ -406,6 +454,7 @@ def row_rules(cfg: JobConfig) -> RowRules:
         allow_blank_prompts=cfg.manifest.allow_blank_prompts,
         guidance=cfg.model.guidance,
         negative_prompts=cfg.model.negative_prompts,
+        shared_guidance=cfg.model.family == "diffusers" and cfg.model.guidance != "refused",
     )
 
 
@@ -415,7 +464,7 @@ def step_cache(sampler: SamplerConfig) -> StepCache:
 
 
 OUTPUT_AFFECTING = (
-    "model.name", "model.path", "model.base", "model.revision", "model.random_weights", "model.dtype",
+    "model.name", "model.pipeline", "model.path", "model.base", "model.revision", "model.random_weights", "model.dtype",
     "model.text_encoder_dtype", "model.vae_dtype", "model.kernels", "model.quantization", "model.cpu_threads",
     "model.compile", "model.guidance", "model.max_sequence_length", "model.encode_batch_size",
     "sampler.true_cfg_scale", "sampler.step_cache", "sampler.step_cache_order", "output.kind",
@@ -424,8 +473,8 @@ OUTPUT_AFFECTING = (
 
 
 SPEED_AFFECTING = (  # what decides how long a launch takes, beside its shape and the machine
-    "model.name", "model.dtype", "model.vae_dtype", "model.kernels", "model.quantization", "model.compile",
-    "model.max_sequence_length", "model.decode_max_pixels", "sampler.step_cache",
+    "model.name", "model.pipeline", "model.dtype", "model.vae_dtype", "model.kernels", "model.quantization",
+    "model.compile", "model.max_sequence_length", "model.decode_max_pixels", "sampler.step_cache",
 )  # fmt: skip
 
 

@@ -10,34 +10,78 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fluxbatch import config, forecast, ledger, report
-from fluxbatch.config import JobConfig
-from fluxbatch.errors import FluxbatchError
+from fluxbatch.config import JobConfig, ModelConfig
+from fluxbatch.errors import TooManyFailures
 from fluxbatch.folder import RunFolder
 from fluxbatch.loggers import Loggers
 from fluxbatch.metrics import GpuSampler, MetricsLog, PeakMemory, record_start, write_prometheus
+from fluxbatch.planfile import RunPlan
 from fluxbatch.progress import Progress
+from fluxbatch.ranks import Rank
 from fluxbatch.records import CompressedBatch, ShardPlan
 from fluxbatch.share import Share
 from fluxbatch.stop import Stop
 
 if TYPE_CHECKING:
-    from fluxbatch.models import Model
+    from fluxbatch.models import AnyModel
+    from fluxbatch.pipeline.ahead import Launch
 
 log = logging.getLogger(__name__)
 
 TOLD_PART = 100  # of the time at most a hundredth goes into the text file
 FAILURES_JUDGED_FROM = 50  # rows; before that a share of failed rows says little
 
+LoadModel = Callable[[JobConfig, Rank], "AnyModel"]
+
+
+def check_model(cfg: JobConfig) -> None:
+    """Refuse a model that is not there, or cannot run here, before anything else is done."""
+    from fluxbatch.models import check_model as check
+
+    check(cfg.model)
+
+
+def load_model(cfg: JobConfig, rank: Rank) -> AnyModel:
+    """The model, on this rank's GPU."""
+    from fluxbatch.models import load_model as load
+
+    return load(_on_own_device(cfg, rank), true_cfg_scale=cfg.sampler.true_cfg_scale)
+
+
+def settle_packages(cfg: JobConfig, rank: Rank, launches: set[Launch]) -> None:
+    """Refuse, before a weight is read, what would be drawn without its packages (`model.compile=aot`), or make them."""
+    if cfg.model.compile == "aot":
+        from fluxbatch.pipeline import ahead
+
+        ahead.settle(_on_own_device(cfg, rank), launches)
+
+
+def launches_of(plan: RunPlan) -> set[Launch]:
+    return {(run.bucket, run.batch_size) for part in plan.parts for run in part.runs}
+
+
+def _on_own_device(cfg: JobConfig, rank: Rank) -> ModelConfig:
+    return replace(cfg.model, device=own_device(cfg.model.device, rank))
+
+
+def own_device(wanted: str, rank: Rank) -> str:
+    """`auto` and `cuda` become this rank's GPU among the visible ones."""
+    import torch
+
+    if wanted in ("auto", "cuda") and torch.cuda.is_available():
+        return f"cuda:{rank.local % torch.cuda.device_count()}"
+    return wanted
+
 
 class Drawing:
     """Draws for one share; `draw` may be called again and again, on one model and one bar."""
 
-    def __init__(self, share: Share, load: Callable[[], Model], stop: Stop) -> None:
+    def __init__(self, share: Share, load: Callable[[], AnyModel], stop: Stop) -> None:
         self._share, self._load, self._stop = share, load, stop
         self._budget = FailureBudget(share.cfg.run.max_failed_fraction)
         self._peaks = PeakMemory()
@@ -52,7 +96,7 @@ class Drawing:
         self._exit.close()
         if error is None and self._tellers is not None:
             self._peaks.say()
-            _remember_rates(self._share, _device_name(self._load()))
+            remember_rates(self._share, device_name(self._load()))
             if self._truncated:
                 log.warning("%d prompts were longer than model.max_sequence_length=%d and cut; their rows say "
                             "truncated", self._truncated, self._share.cfg.model.max_sequence_length)  # fmt: skip
@@ -82,7 +126,7 @@ class Drawing:
                 tellers.tell(done)
                 self._budget.spend(done)
 
-    def _tell_of(self, work: list[ShardPlan], model: Model) -> _Tellers:
+    def _tell_of(self, work: list[ShardPlan], model: AnyModel) -> _Tellers:
         """Ready to tell of these shards; everything is opened the first time."""
         if self._tellers is None:
             self._tellers = _Tellers(self._share, work, model, self._exit)
@@ -94,7 +138,7 @@ class Drawing:
 class _Tellers:
     """All who are told of a finished batch."""
 
-    def __init__(self, share: Share, work: list[ShardPlan], model: Model, exit_stack: ExitStack) -> None:
+    def __init__(self, share: Share, work: list[ShardPlan], model: AnyModel, exit_stack: ExitStack) -> None:
         self._share = share
         before = ledger.row_counts(share.folder, share.plan, share.ledger)
         done = before.written + before.failed
@@ -109,7 +153,7 @@ class _Tellers:
         record_start(
             share.folder,
             share.rank.index,
-            gpu=_device_name(model),
+            gpu=device_name(model),
             rows_done=done,
             batches_to_make=sum(left.batches for left in share.left(work).values()),
         )
@@ -147,7 +191,8 @@ def tell_prometheus(folder: RunFolder, cfg: JobConfig) -> None:
         log.warning("telemetry.prometheus_textfile %s: %s", cfg.telemetry.prometheus_textfile, error.strerror)
 
 
-def _remember_rates(share: Share, device: str | None) -> None:
+def remember_rates(share: Share, device: str | None) -> None:
+    """Keep what was measured on this kind of GPU, for later estimates."""
     try:
         forecast.remember_rates(share.folder, share.plan, share.cfg, device=device, rank=share.rank.index)
     except OSError as error:  # the next plan's estimate is worth no job
@@ -167,23 +212,24 @@ class FailureBudget:
         self.failed += done.num_failed
         if self.rows >= FAILURES_JUDGED_FROM and self.failed > self.max_failed_fraction * self.rows:
             last = next(result.failure for result in reversed(done.results) if result.failure)
-            raise FluxbatchError(
+            raise TooManyFailures(
                 f"{self.failed} of the first {self.rows} rows failed, more than run.max_failed_fraction="
                 f"{self.max_failed_fraction:g} allows; the last one in {last.stage}: {last.message}"
             )
 
 
-def _device_uuid(model: Model) -> str | None:
+def _device_uuid(model: AnyModel) -> str | None:
     found = _device(model)
     return str(found.uuid) if found else None
 
 
-def _device_name(model: Model) -> str | None:
+def device_name(model: AnyModel) -> str | None:
+    """As its maker calls it; None on a CPU."""
     found = _device(model)
     return str(found.name) if found else None
 
 
-def _device(model: Model) -> Any:
+def _device(model: AnyModel) -> Any:
     """What torch says of the model's GPU; None on a CPU."""
     if model.device.type != "cuda":
         return None

@@ -39,6 +39,10 @@ class ProcessLost(FluxbatchError):
     """A thread hangs, or the GPU takes no more work: only the end of the process helps, with nothing cleaned up."""
 
 
+class TooManyFailures(FluxbatchError):
+    """More rows fail than a job may lose: something is wrong with all of them."""
+
+
 class Interrupted(FluxbatchError):
     """A signal or the deadline stopped the run; the same command goes on."""
 

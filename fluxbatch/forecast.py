@@ -45,7 +45,32 @@ def forecast(cfg: JobConfig) -> dict[str, Any]:
     known = _known(folder, standing, cfg)
     dealt = standing.parts if standing else (with_seconds(part, estimate.image_seconds(cfg, known)),)
     costs = _costs(work, cfg, known, copied=[] if standing else list(_planned(taken)), dealt=dealt)
-    return _answer(found, part, taken, sizes) | {"run": there, **costs, "output_dir": str(folder.root)}
+    answer = _answer(found, part, taken, sizes) | {"run": there, **costs, "output_dir": str(folder.root)}
+    return answer | {"ahead_of_time": _ahead_of_time(answer["buckets"]) if cfg.model.compile == "aot" else None}
+
+
+def _ahead_of_time(buckets: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The launch shapes that packages are needed for: steps make no other shape."""
+    passes = {True: " in two passes", False: ""}
+    return list(
+        dict.fromkeys(
+            f"{bucket['height']}x{bucket['width']}{passes[bucket['negative_pass']]}, {bucket['batch_size']} a launch"
+            for bucket in buckets
+        )
+    )
+
+
+def launches(cfg: JobConfig) -> set[tuple[Bucket, int]]:
+    """Each shape that a run would launch, and the images in it, whatever of it is on the disk already."""
+    folder = RunFolder(config.output_dir(cfg))
+    found = survey(open_manifest(cfg.manifest), config.row_rules(cfg), cfg.manifest, earlier=open_earlier(cfg))
+    part = plan_part(found.counts, plan=cfg.plan, size_of=RememberedSizes(cfg))
+    standing = RunPlan.open(folder)
+    if standing is None:
+        return {(run.bucket, run.batch_size) for run in part.runs}
+    planned = {(run.bucket, run.batch_size) for old in standing.parts for run in old.runs}
+    known = {bucket for bucket, _ in planned}
+    return planned | {(run.bucket, run.batch_size) for run in part.runs if run.bucket not in known}
 
 
 def _answer(found: Survey, part: PlanPart, taken: PlanPart, sizes: RememberedSizes) -> dict[str, Any]:
@@ -179,6 +204,7 @@ def words(answer: Mapping[str, Any]) -> str:
     lines += [f"    row {e['row']}, id {e['id']}: {e['message']}" for e in answer["rejected_examples"]]
     lines += _reuse_lines(answer)
     lines += _bucket_lines(answer["buckets"])
+    lines += _ahead_lines(answer["ahead_of_time"])
     lines += [f"batches: {answer['batches']:,} ({answer['padded']:,} padded places)", f"shards: {answer['shards']:,}"]
     lines += _run_lines(answer)
     low, high = answer["image_bytes_range"]
@@ -216,6 +242,13 @@ def _bucket_lines(buckets: Sequence[Mapping[str, Any]]) -> list[str]:
         told = f"{counted(rows, 'row')} in {counted(batches, 'batch', 'batches')}"
         lines += [f"  and {len(more):,} smaller ones: {told} (--json has them all)"]
     return lines
+
+
+def _ahead_lines(shapes: Sequence[str] | None) -> list[str]:
+    if not shapes:
+        return []
+    told = "`python -m fluxbatch compile` makes what is missing of their blocks and decoder"
+    return [f"compiled ahead of time: {counted(len(shapes), 'launch shape')}; {told}", *(f"  {s}" for s in shapes)]
 
 
 def _run_lines(answer: Mapping[str, Any]) -> list[str]:

@@ -184,10 +184,10 @@ def _count_batches(start: np.ndarray, stop: np.ndarray, *, shard_size: int, batc
     return -(-(edge - start) // batch_size) + shards * -(-shard_size // batch_size) + -(-rest // batch_size)
 
 
-def plan_order(bucket: Bucket) -> tuple[int, ...]:
+def plan_order(bucket: Bucket) -> tuple[float, ...]:
     """Sorts the largest images first: what will not fit fails in the first minute."""
-    area = bucket.height * bucket.width
-    return -area, -bucket.height, -bucket.width, -bucket.num_inference_steps, -bucket.negative_pass
+    area, guidance = bucket.height * bucket.width, bucket.guidance_scale or 0.0
+    return -area, -bucket.height, -bucket.width, -bucket.num_inference_steps, -bucket.negative_pass, -guidance
 
 
 def batch_size(bucket: Bucket, plan: PlanConfig, *, num_rows: int, knee: int | None = None) -> int:

@@ -32,7 +32,7 @@ from fluxbatch.rows import drawing_digests
 NAMED_EDITS = 20  # edited rows told with their columns
 OTHERWISE = "run.on_change=redo makes them again, and another output.dir keeps both"
 TAKEN_IMAGE_S = 0.001  # reading, checking and writing an image again: 4,500 in 2.6 s
-PLACES = ("row", "bucket", "batch", "shard", "slot", "fingerprint", "negative_pass")
+PLACES = ("row", "bucket", "batch", "shard", "slot", "fingerprint", "negative_pass", "shared_guidance")
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +284,11 @@ def _edits_sentence(
     told = ", ".join(f"{quoted(row_id)} ({_edited_columns(plan, new.get(row_id), *at)})" for row_id, _, *at in examples)
     ids = f"(id {told}{', ...' if number > len(examples) else ''})"
     before, now = plan.files[-1].identity["rules"], asdict(rules)
-    changed = [f"{_key(name, cfg)} was {before[name]}, is {now[name]}" for name in now if before[name] != now[name]]
+    changed = [
+        f"{_key(name, cfg)} was {before[name]}, is {now[name]}"
+        for name in now
+        if name in before and before[name] != now[name]  # an older version's plan may lack a rule
+    ]
     if changed:
         return f"{', '.join(changed)}: that changes {number} planned rows {ids}; {OTHERWISE}"
     place = "" if manifest.has_ids else "; without an id column a row is known by its place only"

@@ -20,6 +20,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from fluxbatch.config import TelemetryConfig
 
 RECENT_BATCHES = 20
+QUIET_S = 60.0  # a rank that is lost or done says nothing more
 GRAINS_S = ((3600, 60), (120, 10), (0, 1))  # a time left of so long is told to so many seconds
 BAR = "{percentage:3.0f}% {bar:20} {n_fmt}/{total_fmt} rows{postfix}"  # cut at the terminal's edge: facts by weight
 # Control characters, line separators, and the marks that turn the direction of a terminal's line.
@@ -52,6 +53,7 @@ class Progress:
         self._work = dict(work or {})
         self._work_left = total - done if work_left is None else work_left
         self._recent: dict[Any, deque[dict[str, Any]]] = {}  # of each rank: their rates add up
+        self._heard_s: dict[Any, float] = {}
         self._last: dict[str, Any] = {}
         self._printed_s = -float("inf")
         self._unsaid = False
@@ -84,6 +86,7 @@ class Progress:
         self._failed += line["rows_failed"]
         self._work_left -= self._work.get(line["bucket"], 1) * rows
         self._recent.setdefault(line.get("rank"), deque(maxlen=RECENT_BATCHES)).append(line)
+        self._heard_s[line.get("rank")] = self._clock()
         self._last = line
         self._unsaid = True
         if self._bar is not None:
@@ -106,19 +109,25 @@ class Progress:
 
     def _facts(self) -> list[str]:
         """`about 2:05:00 left`, `3.41 images/s`, `2 failed`, `1024x1024-28`, `GPU 98 % at 652 W`: what is known."""
-        left_s = self._left_s()
-        images_per_s = sum(_per_s(lines, lambda line: line["rows_ok"]) for lines in self._recent.values())
+        left_s, ranks = self._left_s(), self._working()
+        images_per_s = sum(_per_s(lines, lambda line: line["rows_ok"]) for lines in ranks)
         facts = [f"about {duration(left_s)} left"] if left_s else []
-        facts += [f"{images_per_s:.2f} images/s"] if any(map(_wall_s, self._recent.values())) else []
+        facts += [f"{images_per_s:.2f} images/s"] if any(map(_wall_s, ranks)) else []
         facts += [f"{self._failed} failed"] if self._failed else []
         return [*facts, self._last["bucket"], *_gpu_facts(self._last)]
+
+    def _working(self) -> list[deque[dict[str, Any]]]:
+        """The last batches of each rank that was heard of within three of its batches, or a minute."""
+        now_s, ranks = self._clock(), self._recent.items()
+        patience_s = {rank: max(QUIET_S, 3 * max(line["wall_s"] or 0 for line in lines)) for rank, lines in ranks}
+        return [lines for rank, lines in ranks if now_s - self._heard_s[rank] <= patience_s[rank]]
 
     def _work_of(self, line: dict[str, Any]) -> float:
         return self._work.get(line["bucket"], 1) * (line["rows_ok"] + line["rows_failed"])
 
     def _left_s(self) -> float | None:
         """By the work of the last batches, first launches of a shape left out where there are others; rounded."""
-        work_per_s = sum(_per_s(_usual(lines), self._work_of) for lines in self._recent.values())
+        work_per_s = sum(_per_s(_usual(lines), self._work_of) for lines in self._working())
         if work_per_s <= 0 or self._work_left <= 0:
             return None
         left_s = self._work_left / work_per_s

@@ -10,18 +10,21 @@ from dataclasses import dataclass, field
 class Bucket:
     """Everything that must be equal inside one launch. Sizes in pixels.
 
-    `negative_pass` says whether each row runs a second (negative) prompt through the transformer.
+    `negative_pass` says whether each row runs a second (negative) prompt through the transformer. `guidance_scale` is
+    given where the model takes one number a launch; elsewhere each row has its own.
     """
 
     height: int
     width: int
     num_inference_steps: int
     negative_pass: bool = False
+    guidance_scale: float | None = None
 
     @property
     def name(self) -> str:
-        """`1024x768-28` (height x width - steps), with `-cfg` where there is a second pass."""
-        return f"{self.height}x{self.width}-{self.num_inference_steps}" + ("-cfg" if self.negative_pass else "")
+        """`1024x768-28` (height x width - steps), with `-cfg` for a second pass and `-g4.5` for a shared guidance."""
+        shape = f"{self.height}x{self.width}-{self.num_inference_steps}" + ("-cfg" if self.negative_pass else "")
+        return shape if self.guidance_scale is None else f"{shape}-g{self.guidance_scale!r}"
 
     @property
     def work(self) -> int:
@@ -212,8 +215,9 @@ class RowRules:
     max_side: int  # what the image format can hold
     size_policy: str  # reject or floor
     allow_blank_prompts: bool
-    guidance: str  # embedded, classifier_free or none
+    guidance: str  # embedded, classifier_free, none (a row's is ignored) or refused
     negative_prompts: bool  # whether this model can run a second pass
+    shared_guidance: bool = False  # whether rows of one launch must have the same guidance
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ CREATE_TABLES = """
 SET enable_progress_bar = false;
 CREATE TABLE accepted (row BIGINT, id VARCHAR, seed DECIMAL(20, 0), fingerprint VARCHAR,
                        height INTEGER, width INTEGER, num_inference_steps INTEGER, negative_pass BOOLEAN,
-                       drawing VARCHAR);
+                       shared_guidance DOUBLE, drawing VARCHAR);
 CREATE TABLE rejected (id VARCHAR);
 CREATE TABLE planned (id VARCHAR, fingerprint VARCHAR, shard BIGINT, place BIGINT);
 CREATE TABLE earlier (id VARCHAR, drawing VARCHAR, shard BIGINT, written BOOLEAN);

@@ -16,7 +16,7 @@ import pyarrow as pa
 from fluxbatch.plan import PlanPart
 from fluxbatch.records import Bucket
 
-BUCKET = ("height", "width", "num_inference_steps", "negative_pass")
+BUCKET = ("height", "width", "num_inference_steps", "negative_pass", "shared_guidance")
 
 
 @contextmanager

@@ -78,6 +78,7 @@ class _Rows:
             "seed": self._seeds(),
         }
         columns["negative_pass"] = _negative_pass(columns, self.rules)
+        columns["shared_guidance"] = self._shared_guidance(columns)
         if self.extra:
             columns["extra"] = pa.StructArray.from_arrays(list(self.extra.values()), names=list(self.extra))
         table = pa.table(columns)
@@ -176,11 +177,25 @@ class _Rows:
 
     def _guidance(self) -> pa.Array:
         raw = self.raw.get("guidance_scale", self.nulls)
+        if self.rules.guidance == "refused":
+            rule = "guidance_scale must be null: this model takes none"
+            said = raw.is_valid()
+            self._refuse(said, "guidance_scale", "guidance_unsupported", rule, lambda i: raw[i])
         guidance = raw.cast(pa.float64(), safe=False).fill_null(self.rules.guidance_scale).to_numpy()
         bad = ~(np.isfinite(guidance) & (guidance >= 0))
         rule = "guidance_scale must be a finite number >= 0"
         self._refuse(bad, "guidance_scale", "bad_guidance", rule, lambda i: guidance[i])
         return pa.array(guidance)
+
+    def _shared_guidance(self, columns: Mapping[str, pa.Array]) -> pa.Array:
+        """What a row's launch must have in common with it; null where guidance is each row's own."""
+        if not self.rules.shared_guidance:
+            return self.nulls.cast(pa.float64())
+        if self.rules.guidance == "classifier_free":
+            unused = pc.and_(_is_said(columns["negative_prompt"]), pc.invert(columns["negative_pass"]))
+            rule = "negative_prompt must be null or blank where guidance_scale is not above 1: this model would drop it"
+            self._refuse(unused, "negative_prompt", "negative_prompt_unused", rule)
+        return columns["guidance_scale"]
 
     def _seeds(self) -> pa.Array:
         """Exact seeds; null where the row names none. Integers never pass through float."""
@@ -293,7 +308,8 @@ def _seeds_or_derived(seeds: pa.Array, ids: pa.Array, rules: RowRules) -> pa.Arr
 
 def _encoded(columns: Mapping[str, pa.Array]) -> pa.Array:
     """Each row, except its number, as bytes that no other row content gives."""
-    fields = [part for name, values in columns.items() if name not in ("row", "extra") for part in _framed(values)]
+    derived = ("row", "extra", "shared_guidance")
+    fields = [part for name, values in columns.items() if name not in derived for part in _framed(values)]
     if "extra" in columns:
         fields.append(_encoded_extra(columns["extra"]))
     return pc.binary_join_element_wise(*fields, b"|", null_handling="replace", null_replacement=b"~")

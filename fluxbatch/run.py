@@ -10,13 +10,15 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from fluxbatch import commit, config, deal, helping, ledger, preflight, process, ranks, report
+from fluxbatch import commit, config, deal, forecast, helping, ledger, preflight, process, ranks, report
 from fluxbatch.batch_size import Machine, MeasuredSizes
+from fluxbatch.cluster import require_ray
 from fluxbatch.config import JobConfig, RunConfig
-from fluxbatch.drawing import Drawing, tell_prometheus
+from fluxbatch.drawing import Drawing, LoadModel, launches_of, own_device, settle_packages, tell_prometheus
+from fluxbatch.drawing import check_model as _check_model
+from fluxbatch.drawing import load_model as _load_model
 from fluxbatch.errors import EXIT_DONE, EXIT_ROW_ERRORS, ConfigError
 from fluxbatch.folder import RunFolder
 from fluxbatch.lease import Lease
@@ -32,12 +34,12 @@ from fluxbatch.share import Share
 from fluxbatch.stop import Stop, seconds_left
 
 if TYPE_CHECKING:
-    from fluxbatch.models import Model
+    from fluxbatch.cluster.driving import RayDrawing
+    from fluxbatch.models import AnyModel
+    from fluxbatch.pipeline.ahead import Prepared
     from fluxbatch.pipeline.measure import LaunchMeter
 
 log = logging.getLogger(__name__)
-
-LoadModel = Callable[[JobConfig, Rank], "Model"]
 
 
 def run_job(cfg: JobConfig, *, load: LoadModel | None = None) -> tuple[RowCounts, int]:
@@ -49,12 +51,14 @@ def run_job(cfg: JobConfig, *, load: LoadModel | None = None) -> tuple[RowCounts
     folder = RunFolder(config.output_dir(cfg))
     if folder.root.exists() and not folder.root.is_dir():
         raise ConfigError(f"output.dir must be a folder, got the file {folder.root}")
-    if load is None and not folder.success.exists() and not cfg.run.plan_only:
+    draws_here = cfg.run.engine == "local" and not cfg.run.plan_only
+    if load is None and draws_here and not folder.success.exists():
         _check_model(cfg)
     require_loggers(cfg.telemetry.loggers)
+    rank = ranks.resolve(cfg.run, os.environ)
+    require_ray(cfg, rank)
     earlier = open_earlier(cfg)  # refuses before anything is written down of this job
     preflight.probe_folder(folder)
-    rank = ranks.resolve(cfg.run, os.environ)
     stop = Stop(grace_s=cfg.run.grace_s, deadline_s=seconds_left(cfg.run.deadline, os.environ))
     lease = Lease(folder, rank=rank.index, world_size=rank.world_size, superseded=stop.request)
     with stop, lease:
@@ -73,7 +77,7 @@ def run_job(cfg: JobConfig, *, load: LoadModel | None = None) -> tuple[RowCounts
         if not dealt and rank.world_size > 1:
             log.warning("rank %d has no shard: there are fewer than ranks (plan.shard_size=%d)",
                         rank.index, cfg.plan.shard_size)  # fmt: skip
-        with share, Drawing(share, model, stop) as drawing:
+        with share, _drawing(share, model, stop, load) as drawing:
             make_shards(share, dealt, drawing, stop)
             while cfg.run.help_ranks and not stop.requested() and (more := helping.next_shards(share)):
                 make_shards(share, more, drawing, stop)
@@ -83,7 +87,16 @@ def run_job(cfg: JobConfig, *, load: LoadModel | None = None) -> tuple[RowCounts
     return counts, _exit_code(counts, cfg)
 
 
-def make_shards(share: Share, shards: Sequence[int], drawing: Drawing, stop: Stop) -> None:
+def _drawing(share: Share, model: Callable[[], AnyModel], stop: Stop, load: LoadModel | None) -> Drawing | RayDrawing:
+    """Who draws: this process, or the workers of a Ray cluster."""
+    if share.cfg.run.engine == "local":
+        return Drawing(share, functools.cache(functools.partial(_prepared, share, model)), stop)
+    from fluxbatch.cluster.driving import RayDrawing  # Ray is an extra
+
+    return RayDrawing(share, load, stop)
+
+
+def make_shards(share: Share, shards: Sequence[int], drawing: Drawing | RayDrawing, stop: Stop) -> None:
     """Make all of these shards that is not there yet. Whoever deals out the work deals in these numbers."""
     work = share.open(shards)
     if work:
@@ -95,19 +108,14 @@ def make_shards(share: Share, shards: Sequence[int], drawing: Drawing, stop: Sto
             drawing.draw(drawn)
 
 
-def _check_model(cfg: JobConfig) -> None:
-    """Refuse a model that is not there, or cannot run here, before the manifest is planned."""
-    from fluxbatch.models import check_model
-
-    check_model(cfg.model)
-
-
 def draw(cfg: JobConfig, batch: Batch) -> CompressedBatch:
     """One batch by itself, in a launch of the size that it says. No run folder is looked at, nothing is written."""
     from fluxbatch.pipeline.loop import run_pipeline
 
     _check_model(cfg)
-    model = _load_model(cfg, ranks.resolve(RunConfig(rank=0, world_size=1), {}))
+    alone = ranks.resolve(RunConfig(rank=0, world_size=1), {})
+    settle_packages(cfg, alone, {(batch.plan.bucket, batch.plan.size)})
+    model = _load_model(cfg, alone)
     [done] = run_pipeline(
         [batch],
         model,
@@ -119,36 +127,38 @@ def draw(cfg: JobConfig, batch: Batch) -> CompressedBatch:
     return done
 
 
-def _load_model(cfg: JobConfig, rank: Rank) -> Model:
-    from fluxbatch.models import load_model
+def prepare_launches(cfg: JobConfig) -> Prepared:
+    """Compile what a run of this job would launch, as far as nobody has (`model.compile=aot`). Draws nothing."""
+    from fluxbatch.pipeline import ahead
 
-    return load_model(
-        replace(cfg.model, device=_device(cfg.model.device, rank)), true_cfg_scale=cfg.sampler.true_cfg_scale
-    )
-
-
-def _device(wanted: str, rank: Rank) -> str:
-    """`auto` and `cuda` become this rank's GPU among the visible ones."""
-    import torch
-
-    if wanted in ("auto", "cuda") and torch.cuda.is_available():
-        return f"cuda:{rank.local % torch.cuda.device_count()}"
-    return wanted
+    _check_model(cfg)
+    return ahead.prepare(cfg.model, forecast.launches(cfg))
 
 
-def _size_of(cfg: JobConfig, rank: Rank, model: Callable[[], Model], stop: Stop) -> SizeOf:
+def _prepared(share: Share, loaded: Callable[[], AnyModel]) -> AnyModel:
+    """The model, once there are packages for whatever the plan launches, if it wants any."""
+    settle_packages(share.cfg, share.rank, launches_of(share.plan))
+    return loaded()
+
+
+def _size_of(cfg: JobConfig, rank: Rank, model: Callable[[], AnyModel], stop: Stop) -> SizeOf:
     """Batch sizes for rows that are new: measured on a GPU, by rule elsewhere. Nothing is loaded until it is asked."""
 
     @functools.cache
     def measured() -> MeasuredSizes | None:
-        machine = _machine(cfg, rank) if cfg.plan.batch_size == "auto" else None
+        # On Ray the GPUs are other nodes'. Packages fit one size: trying several would take one of each first.
+        measures = cfg.plan.batch_size == "auto" and cfg.run.engine == "local" and cfg.model.compile != "aot"
+        machine = _machine(cfg, rank) if measures else None
         return MeasuredSizes(cfg, machine, measure) if machine else None
 
     @functools.cache
     def meter() -> LaunchMeter:
+        from fluxbatch.models import WholeModel
         from fluxbatch.pipeline.measure import LaunchMeter
 
-        return LaunchMeter(model(), model_cfg=cfg.model, pipeline=cfg.pipeline, check=stop.check)
+        loaded = model()
+        assert not isinstance(loaded, WholeModel), "_machine answers none for it"
+        return LaunchMeter(loaded, model_cfg=cfg.model, pipeline=cfg.pipeline, check=stop.check)
 
     def measure(bucket: Bucket, size: int) -> LaunchCost | None:
         return meter()(bucket, size)
@@ -161,8 +171,10 @@ def _size_of(cfg: JobConfig, rank: Rank, model: Callable[[], Model], stop: Stop)
 
 
 def _machine(cfg: JobConfig, rank: Rank) -> Machine | None:
-    """The GPU that this rank will use; None where there is none."""
-    device = _device(cfg.model.device, rank)
+    """The GPU that this rank will use; None where there is none, or nothing that can be measured on it."""
+    if cfg.model.family == "diffusers":  # a call cannot be timed stage by stage
+        return None
+    device = own_device(cfg.model.device, rank)
     if not device.startswith("cuda"):
         return None
     from fluxbatch.models import memory

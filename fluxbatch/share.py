@@ -189,6 +189,22 @@ class Share:
         log.debug("shard %d: %d images taken over", shard.index, rows)
         return rows
 
+    def num_missing(self, shard: ShardPlan) -> int:
+        """Batches of an opened shard that are not on disk, as far as is known."""
+        return len(shard.batches) - len(self.drawn.get(shard.index, ()))
+
+    def look_again(self, shard: ShardPlan) -> int:
+        """See what others have drawn of an opened shard; the number of batches that are new."""
+        known = self.drawn.setdefault(shard.index, set())
+        before = len(known)
+        known.update(shards.drawn_batches(self.folder, shard.index))
+        return len(known) - before
+
+    def close(self, shard: int) -> None:
+        """No longer ours to make."""
+        self.pending.discard(shard)
+        self.drawn.pop(shard, None)
+
     def left(self, work: list[ShardPlan]) -> dict[Bucket, Left]:
         """The batches to make, counted by bucket."""
         left, _ = left_to_make(self.plan, work, self.drawn)
@@ -214,18 +230,16 @@ class Share:
         other = self.lease.take(self.folder.claim(shard.index))
         if other is None:
             self.begun.add(shard.index)
-            standing = shards.drawn_batches(self.folder, shard.index)
-            self.drawn.setdefault(shard.index, set()).update(standing)
+            self.look_again(shard)
             if shards.stands(self.folder, shard, output=self.cfg.output) and self._is_complete_by_now(shard):
                 self.lease.give_back(self.folder.claim(shard.index))
-            elif len(self.drawn[shard.index]) < len(shard.batches):
+            elif self.num_missing(shard):
                 return True
             else:
                 self._settle_behind(shard)
         else:
             log.info("shard %d is being made by rank %s, who has done its own share", shard.index, other.get("rank"))
-        self.pending.discard(shard.index)
-        self.drawn.pop(shard.index, None)
+        self.close(shard.index)
         return False
 
     def _is_complete_by_now(self, shard: ShardPlan) -> bool:
@@ -242,8 +256,7 @@ class Share:
         drawn = self.drawn.setdefault(shard.index, set())
         drawn.add(done.batch.plan.index)
         if len(drawn) == len(shard.batches):
-            del self.drawn[shard.index]
-            self.pending.discard(shard.index)
+            self.close(shard.index)
             self._settle_behind(shard)
 
     def _settle_behind(self, shard: ShardPlan) -> None:

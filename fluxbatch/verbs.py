@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from fluxbatch import config, job
+from fluxbatch import config, job, model_folder
 from fluxbatch.config import JobConfig
 from fluxbatch.errors import EXIT_DISCREPANCY, EXIT_DONE, EXIT_ROW_ERRORS, ConfigError
 from fluxbatch.folder import RunFolder
@@ -25,6 +25,7 @@ Verb = Callable[[JobConfig], Answer]
 def run(cfg: JobConfig) -> Answer:
     """Do the job, or go on with it."""
     _require_manifest(cfg)
+    cfg = _settled(cfg)
     counts, code = _run_here(cfg) if cfg.run.devices is None else _run_on_devices(cfg)
     folder = RunFolder(config.output_dir(cfg))
     words = [*_count_lines(counts), f"images: {folder.data}"]
@@ -56,6 +57,7 @@ def plan(cfg: JobConfig) -> Answer:
     _require_manifest(cfg)
     _warn_of_missing_model(cfg)
     lora_paths(cfg.model)
+    cfg = _settled(cfg)
     _refuse_other_settings(RunFolder(config.output_dir(cfg)), cfg)
     answer = forecast.forecast(cfg)
     row_errors = answer["rejected"] and cfg.run.fail_on_row_errors
@@ -70,6 +72,19 @@ def _refuse_other_settings(folder: RunFolder, cfg: JobConfig) -> None:
         planned = RunPlan.open(folder)
         settings = planned.settings if planned and planned.settings else stored["fingerprint"]
         job.refuse_differences(folder, job.differences(settings, cfg))
+
+
+def compile(cfg: JobConfig) -> Answer:
+    """Make the packages that a run with model.compile=aot would launch. Reads no weights, draws nothing."""
+    from fluxbatch.run import prepare_launches
+
+    _require_manifest(cfg)
+    cfg = replace(cfg, model=replace(cfg.model, compile="aot"))
+    prepared = prepare_launches(cfg)
+    made, found = ([str(package.path) for package in packages] for packages in (prepared.made, prepared.found))
+    lines = [f"compiled: {len(made)}", *(f"  {path}" for path in made)]
+    lines += [f"there already: {len(found)}", "for runs with model.compile=aot and otherwise the same settings"]
+    return {"compiled": made, "found": found}, "\n".join(lines), EXIT_DONE
 
 
 def status(cfg: JobConfig) -> Answer:
@@ -121,7 +136,21 @@ def bench(arguments: list[str]) -> int:
     return run_bench(arguments)
 
 
-VERBS: dict[str, Verb] = {"run": run, "plan": plan, "status": status, "verify": verify, "report": report}
+VERBS: dict[str, Verb] = {
+    "run": run,
+    "plan": plan,
+    "compile": compile,
+    "status": status,
+    "verify": verify,
+    "report": report,
+}
+
+
+def _settled(cfg: JobConfig) -> JobConfig:
+    """What the model's folder decides filled in, and checked like what a person wrote."""
+    settled = model_folder.settled(cfg)
+    config.check(settled)
+    return settled
 
 
 def _require_manifest(cfg: JobConfig) -> None:

@@ -3,6 +3,7 @@
 The forked child is a process of its own: it dies by real signals, and holds a lease, a pid and files like any other.
 """
 
+import importlib
 import json
 import os
 import subprocess
@@ -23,12 +24,18 @@ class Done:
 
 
 class Forge:
-    """Runs `tests/run_fake.py VERB key=value ...` with environment variables, one after another."""
+    """Runs `tests/run_fake.py VERB key=value ...` with environment variables, one after another.
 
-    def __init__(self, scratch: Path) -> None:
+    `imports` names further modules that every run has imported already.
+    """
+
+    def __init__(self, scratch: Path, *imports: str) -> None:
         self.stdout, self.stderr = scratch / "stdout", scratch / "stderr"  # of the last run
         self._process = subprocess.Popen(
-            [sys.executable, str(TESTS / "forge.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, str(TESTS / "forge.py"), *imports],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
 
     def __call__(self, overrides: list[str], verb: str = "run", **environ: str) -> Done:
@@ -46,9 +53,9 @@ class Forge:
 
 
 @contextmanager
-def forge(scratch: Path) -> Iterator[Forge]:
+def forge(scratch: Path, *imports: str) -> Iterator[Forge]:
     scratch.mkdir(exist_ok=True)
-    made = Forge(scratch)
+    made = Forge(scratch, *imports)
     try:
         yield made
     finally:
@@ -59,6 +66,8 @@ def _serve() -> None:
     import run_fake
 
     run_fake.import_everything()
+    for name in sys.argv[1:]:
+        importlib.import_module(name)
     for line in sys.stdin:
         order = json.loads(line)
         child = os.fork()

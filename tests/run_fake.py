@@ -3,7 +3,7 @@
 KILL_AT=step:N sends this process SIGKILL at the Nth announcement of that commit step (`fluxbatch.commit` audit events);
 KILL_AT=batch:N when the Nth batch is handed to its commit; KILL_AT=any:N at the Nth step of whatever name. At the step
 that DO_AT names in the same way, the shell command DO is run. FAKE_SLOW_S makes each batch take that long;
-STEPS_TO=file writes down each step that was announced.
+STEPS_TO=file writes down each step that was announced. REAL_MODEL=1 leaves the model that the settings name.
 """
 
 import os
@@ -59,8 +59,9 @@ def run(arguments: list[str]) -> int:
             time.sleep(2 * float(os.environ.get("FAKE_SLOW_S", "0")))
             return super().decode(*args, **kwargs)
 
-    run._load_model = lambda cfg, rank: SlowModel()
-    run._check_model = lambda cfg: None
+    if not os.environ.get("REAL_MODEL"):
+        run._load_model = lambda cfg, rank: SlowModel()
+        run._check_model = lambda cfg: None
     if os.environ.get("KILL_AT"):
         at(os.environ["KILL_AT"], lambda: os.kill(os.getpid(), signal.SIGKILL))
     if os.environ.get("DO_AT"):

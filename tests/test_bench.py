@@ -55,6 +55,7 @@ CASES: dict[str, list[str]] = {
     "plan_scale": ["--rows", "2000"],
     "resume_scale": ["--shards", "100", "--rows-a-shard", "2", "--world-size", "2"],
     "cluster": ["--gpus", "20", "--rows", "400000"],
+    "startup": ["model=tiny", "--steps", "1", "--size", "64x64", "--cells", "eager"],
 }
 
 
@@ -108,6 +109,8 @@ def test_each_answer_has_its_figures(answers: dict[str, dict[str, Any]]) -> None
     swept = answers["batch_sizes"]["cells"][0]
     assert {"1", "2", "4", str(swept["batch_size"])} == set(swept["s_per_image"])
     assert answers["ceilings"]["floor_ms_per_pass"]["bf16"] > 0
+    eager = answers["startup"]["cells"]["eager"]
+    assert 0 < eager["first image s"] < eager["job s"] and eager["step ms"] > 0 and eager["host GiB"] > 0.1
     job = answers["end_to_end"]["job"]
     assert job["images"] >= 4 and answers["end_to_end"]["percent_of_ceiling"] > 0
     assert set(job["idle_per_batch"]) == {
@@ -136,6 +139,7 @@ def test_bench_alone_lists_the_questions() -> None:
         (["headspace", "--sizes", "big"], "must be HEIGHTxWIDTH, got 'big'"),
         (["headspace", "model.dtpe=float16"], "did you mean model.dtype"),
         (["peers", "model=tiny", "--peers", "loop,comfy"], "--peers must be of"),
+        (["startup", "model=tiny", "--cells", "eager,warm"], "--cells must be of eager, fused"),
     ],
 )
 def test_wrong_words_are_one_sentence_and_exit_2(arguments: list[str], sentence: str) -> None:

@@ -1,6 +1,9 @@
 """Where compiled kernels are kept (BR-45), and how compilations are counted."""
 
 import logging
+import os
+import subprocess
+import sys
 import types
 from pathlib import Path
 
@@ -108,3 +111,19 @@ def test_graphs_and_kernels_are_counted_and_a_cache_hit_is_none(monkeypatch: pyt
     watch._on_kernel(src=None, times=types.SimpleNamespace(total=9), cache_hit=True)
     assert watch.read() - before == Compiled(graphs=2, kernels=1, from_cache=2, seconds=2.0)
     assert str(watch.read() - before) == "compiled 2 graphs and 1 kernels in 2.0 s, 2 more came from the cache"
+
+
+def test_the_folders_are_settled_before_diffusers_imports_a_compiler(tmp_path: Path) -> None:
+    code = (
+        "from fluxbatch.config import ModelConfig; from fluxbatch.models import load_model; "
+        "load_model(ModelConfig(name='tiny', family='flux1', guidance='embedded', dtype='float32', device='cpu', "
+        "compile='aot', compile_cache=sys.argv[1]), true_cfg_scale=1.0); "
+        "print(os.environ['TORCHINDUCTOR_CACHE_DIR'])"
+    )
+    environ = {key: value for key, value in os.environ.items() if key not in compile_cache.VARIABLES}
+    done = subprocess.run(
+        [sys.executable, "-c", f"import os, sys; {code}", str(tmp_path)],
+        env=environ, cwd=Path(__file__).parent, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).is_relative_to(tmp_path)

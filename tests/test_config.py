@@ -44,7 +44,7 @@ def test_every_model_composes_and_passes_the_door(model: str) -> None:
         ("+model.foo=1", "model.foo is not a setting"),
         ("+foo=1", "foo is not a setting"),
         ("manifest.columns.promt=x", "manifest.columns.promt is not a setting"),
-        ("model=nope", "model must be one of flux1_dev"),
+        ("model=nope", "model must be one of diffusers, flux1_dev"),
         ("plan.shard_size=many", "plan.shard_size must be a whole number, got 'many'"),
         ("sampler.seed=1.5", "sampler.seed must be a whole number, got '1.5'"),
         ("run.stage_timeout_s=-1", "run.stage_timeout_s must be a finite number of seconds >= 0 (0: no limit), got -1"),

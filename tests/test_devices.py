@@ -223,6 +223,7 @@ def test_two_processes_make_the_bytes_of_one_though_one_is_killed(tmp_path: Path
     sound(folder.root)
 
 
+@pytest.mark.slow
 def test_a_signal_drains_all_and_a_killed_supervisor_leaves_nobody_behind(tmp_path: Path, faults: Faults) -> None:
     manifest(tmp_path / "m.parquet", rows(60))
     folder = RunFolder(tmp_path / "run")

@@ -21,7 +21,7 @@ from fluxbatch import command
 REASON = slurm_cluster.missing()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
-ROWS = rows(72)
+ROWS = rows(96)
 # Slow until the file is gone: then what was interrupted can be seen to go on, and to end soon.
 SHIM = """#!/bin/bash
 export FAKE_SLOW_S=$(cat {folder}/slow 2>/dev/null || echo 0)
@@ -50,6 +50,7 @@ class Job:
         shim.chmod(0o755)
         self.script = folder / "job.sh"
         more = ["run.name=it's a 'quoted' name; $HOME", "run.grace_s=20"]
+        more += ["pipeline.depth=1", "pipeline.encode_window=1"]  # a drain must not finish the whole share
         words = ["jobs", "slurm", *ranks, "--python", str(shim), "--to", str(self.script), *settings(folder, *more)]
         assert command.run_command(words) == 0
         subprocess.run(["bash", "-n", self.script], check=True)

@@ -10,13 +10,22 @@ import pytest
 import torch
 
 from fluxbatch.tiny import FOLDER
-from fluxbatch.tiny.data import T5_TOKENS, packed, token_ids
-from fluxbatch.tiny.export import load_pieces, save_pieces
-from fluxbatch.tiny.flow import Bucket, Net, draw_sigma, flow_loss, pad_t5
-from fluxbatch.tiny.judge import Question, components, examination, judge, score
+from fluxbatch.tiny.checkpoint import Checkpoint, load_pieces, save_pieces
+from fluxbatch.tiny.examination import Question, examination, score
+from fluxbatch.tiny.export import pack_model
+from fluxbatch.tiny.flow import HIGH_NOISE, HIGH_NOISE_SHARE, Bucket, distillation_loss, draw_sigma, flow_loss
+from fluxbatch.tiny.flux1 import CLIP_TOKENS, TEXT_TOKENS, Flux1
+from fluxbatch.tiny.install import RECORD, SETTINGS, install_model, with_run, with_text_length
+from fluxbatch.tiny.judge import judge
+from fluxbatch.tiny.measure import components
 from fluxbatch.tiny.optim import Optimizer, copy_of, orthogonalized
+from fluxbatch.tiny.reader import read_caption
 from fluxbatch.tiny.render import Atlas, render
-from fluxbatch.tiny.scenes import Scene, Thing, Writer, held_out, read_caption
+from fluxbatch.tiny.scenes import Scene, Thing
+from fluxbatch.tiny.trainer import falling
+from fluxbatch.tiny.vae import packed
+from fluxbatch.tiny.words import held_out
+from fluxbatch.tiny.writer import Writer
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +34,8 @@ def atlas() -> Atlas:
 
 
 @pytest.fixture(scope="module")
-def net() -> Net:
-    return Net(FOLDER).eval()
+def net() -> Flux1:
+    return Flux1.load(Flux1.folder).eval()
 
 
 def truth(atlas: Atlas, questions: list, *, height: int, width: int) -> np.ndarray:
@@ -158,16 +167,18 @@ def test_a_run_folder_is_scored_from_its_prompts(atlas: Atlas, tmp_path: Path) -
 # ---------------------------------------------------------------- the training
 
 
-def test_velocity_is_what_diffusers_computes(net: Net) -> None:
+def test_velocity_is_what_diffusers_computes(net: Flux1) -> None:
     generator = torch.Generator().manual_seed(1)
     latents = torch.randn(2, 24, 64, generator=generator)
-    clip_ids, t5_ids = (torch.from_numpy(ids).long() for ids in token_ids(["a red circle", "two cats"], FOLDER))
+    token_ids = tuple(
+        torch.from_numpy(ids).long() for ids in Flux1.tokenise(Flux1.folder)(["a red circle", "two cats"])
+    )
     ids = torch.zeros(4, 6, 3)
     ids[..., 1] += torch.arange(4)[:, None]
     ids[..., 2] += torch.arange(6)[None]
     sigma, guidance = torch.tensor([0.3, 0.9]), torch.tensor([1.0, 3.5])
     with torch.no_grad():
-        text = net.embed(clip_ids, pad_t5(t5_ids))
+        text = net.embed(token_ids)
         ours = net.velocity(latents, sigma=sigma, guidance=guidance, text=text, rotary=net.rotary(64, 96))
         theirs = net.transformer(
             hidden_states=latents,
@@ -176,21 +187,26 @@ def test_velocity_is_what_diffusers_computes(net: Net) -> None:
             encoder_hidden_states=text[0],
             pooled_projections=text[1],
             img_ids=ids.view(-1, 3),
-            txt_ids=torch.zeros(pad_t5(t5_ids).shape[1], 3),
+            txt_ids=torch.zeros(TEXT_TOKENS, 3),
             return_dict=False,
         )[0]
     torch.testing.assert_close(ours, theirs)
 
 
-def test_one_step_lowers_the_loss_and_moves_the_average(net: Net) -> None:
-    torch.manual_seed(0)
-    clip_ids, t5_ids = (torch.from_numpy(ids).repeat(4, 1) for ids in token_ids(["a red circle"], FOLDER))
-    rotary = net.rotary(32, 32)
-    bucket = Bucket(32, 32, 4, torch.randn(1, 4, 64).repeat(4, 1, 1), clip_ids, t5_ids, rotary)
-    empty = (clip_ids[:1].long(), pad_t5(t5_ids[:1]))
+def one_picture(net: Flux1) -> tuple[Bucket, tuple[torch.Tensor, ...]]:
+    """A bucket of the same caption and latents four times, and its caption's ids."""
+    ids = tuple(torch.from_numpy(some) for some in Flux1.tokenise(Flux1.folder)(["a red circle"]))
+    latents = torch.randn(1, 4, 64, generator=torch.Generator().manual_seed(3)).repeat(4, 1, 1)
+    bucket = Bucket(32, 32, 4, latents, tuple(some.repeat(4, 1) for some in ids), net.rotary(32, 32))
+    return bucket, tuple(some.long() for some in ids)
+
+
+def test_one_step_lowers_the_loss_and_moves_the_average(net: Flux1) -> None:
+    bucket, empty = one_picture(net)
     before, average = copy_of(net.parameters()), copy_of(net.parameters())
-    optimizer = Optimizer(net, average, average_decay=0.5)
+    optimizer = Optimizer(net, average)
     optimizer.learning_rate.fill_(1e-3)
+    optimizer.average_decay.fill_(0.5)
     losses = []
     for _ in range(4):
         torch.manual_seed(1)
@@ -200,7 +216,23 @@ def test_one_step_lowers_the_loss_and_moves_the_average(net: Net) -> None:
     assert losses[-1] < losses[0]
     moved = [not torch.equal(old, new) for old, new in zip(before, net.parameters(), strict=True)]
     assert sum(moved) > 0.95 * len(moved)
+    halfway = torch.lerp(before[0], next(net.parameters()), 0.5)
     assert not torch.equal(average[0], before[0])
+    assert (average[0] - halfway).abs().max() < (before[0] - halfway).abs().max()
+
+
+def test_what_is_distilled_depends_on_what_the_teacher_says_without_a_caption(net: Flux1) -> None:
+    bucket, empty = one_picture(net)
+    with torch.no_grad():
+        same, other = (
+            net.embed(tuple(some.long() for some in bucket.ids)),
+            net.embed(tuple(torch.ones_like(some) for some in empty)),
+        )
+    losses = []
+    for empty_text in (tuple(part[:1] for part in same), other):
+        torch.manual_seed(2)
+        losses.append(distillation_loss(net, bucket, empty=empty, teacher=net, empty_text=empty_text).item())
+    assert losses[0] != losses[1]
 
 
 def test_orthogonalized_matrices_keep_their_directions_and_lose_their_sizes() -> None:
@@ -211,11 +243,19 @@ def test_orthogonalized_matrices_keep_their_directions_and_lose_their_sizes() ->
         assert singular.max() < 1.4
 
 
-def test_noise_levels_are_shifted_towards_noise_as_the_scheduler_does() -> None:
+def test_noise_levels_are_shifted_as_the_scheduler_does_and_often_high() -> None:
     torch.manual_seed(0)
-    small, large = (draw_sigma(4096, num_tokens=n, device=torch.device("cpu")).median() for n in (64, 1024))
-    assert small == pytest.approx(np.exp(0.5) / (1 + np.exp(0.5)), abs=0.02)
-    assert large == pytest.approx(np.exp(1.15) / (1 + np.exp(1.15)), abs=0.02)
+    for num_tokens, mu in ((64, 0.5), (1024, 1.15)):
+        sigma = draw_sigma(20_000, num_tokens=num_tokens, device=torch.device("cpu"))
+        middle = np.exp(mu) / (1 + np.exp(mu))  # half of the scheduler's levels are below
+        assert (sigma < middle).float().mean() == pytest.approx(0.5 * (1 - HIGH_NOISE_SHARE), abs=0.02)
+        assert (sigma > HIGH_NOISE).float().mean() > HIGH_NOISE_SHARE
+
+
+def test_the_learning_rate_falls_to_a_hundredth_and_never_rises() -> None:
+    rates = [falling(share) for share in np.linspace(0, 1.2, 50)]
+    assert (rates[0], rates[-1]) == (1.0, 0.01)
+    assert rates == sorted(rates, reverse=True)
 
 
 def test_latents_are_packed_in_the_order_of_the_pipeline() -> None:
@@ -227,23 +267,89 @@ def test_latents_are_packed_in_the_order_of_the_pipeline() -> None:
 
 def test_no_caption_is_longer_than_the_token_columns() -> None:
     writer = Writer(9)
-    _, t5_ids = token_ids([writer.caption(writer.scene()) for _ in range(500)], FOLDER)
-    assert (t5_ids[:, T5_TOKENS - 1] <= 1).all()  # padding, or the end mark
+    clip_ids, t5_ids = Flux1.tokenise(Flux1.folder)([writer.caption(writer.scene()) for _ in range(500)])
+    assert (clip_ids.shape[1], t5_ids.shape[1]) == (CLIP_TOKENS, TEXT_TOKENS)
+    assert (t5_ids[:, -1] == 0).all()  # padding
+    assert (clip_ids[:, -1] == clip_ids.max()).all()
+
+
+def test_the_settings_pad_captions_as_the_training_of_the_shipped_weights_did() -> None:
+    settings = SETTINGS.read_text()
+    assert with_text_length(settings, FOLDER) == settings
+    assert "\nmax_sequence_length: " in settings
+
+
+def test_installing_weights_takes_over_their_text_length(tmp_path: Path) -> None:
+    (tmp_path / "defaults.json").write_text('{"max_sequence_length": 7}')
+    assert with_text_length("dtype: float32\nmax_sequence_length: 64\n", tmp_path) == (
+        "dtype: float32\nmax_sequence_length: 7\n"
+    )
+    with pytest.raises(SystemExit, match="0 lines"):
+        with_text_length("dtype: float32\n", tmp_path)
 
 
 def test_pieces_are_joined_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fluxbatch.tiny.export.PIECE_BYTES", 4)
+    monkeypatch.setattr("fluxbatch.tiny.checkpoint.PIECE_BYTES", 4)
     save_pieces(bytes(range(11)), tmp_path, "checkpoint")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint.00", "checkpoint.01", "checkpoint.02"]
     assert load_pieces(tmp_path, "checkpoint") == bytes(range(11))
     assert load_pieces(tmp_path / "absent", "checkpoint") is None
 
 
+def test_a_checkpoint_gives_back_what_was_kept(tmp_path: Path) -> None:
+    network = {"w": torch.tensor([0.5, -2.0]), "seen": torch.tensor(7)}
+    Checkpoint("flux1", network, {"v": torch.ones(2)}, {"scaling_factor": 0.9}, steps=3, samples=40).save(tmp_path)
+    kept = Checkpoint.load(tmp_path)
+    assert (kept.model, kept.steps, kept.samples, kept.vae_numbers) == ("flux1", 3, 40, {"scaling_factor": 0.9})
+    assert kept.network["w"].tolist() == [0.5, -2.0]
+    assert kept.network["seen"] == 7
+
+
+def test_a_folder_without_a_checkpoint_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="--from must be a folder with checkpoint"):
+        Checkpoint.load(tmp_path)
+
+
+def test_a_model_is_installed_whole_or_not_at_all(tmp_path: Path) -> None:
+    place, out = tmp_path / "place", tmp_path / "out"
+    for folder in (place, out, tmp_path / "new"):
+        folder.mkdir()
+    (place / "old.json").write_text("{}")
+    with pytest.raises(SystemExit, match="has no model"):
+        install_model(out, place)
+    assert (place / "old.json").exists()
+    (tmp_path / "new" / "weights").write_bytes(b"12345")
+    pack_model(tmp_path / "new", out)
+    assert install_model(out, place) == 5
+    assert [path.name for path in place.iterdir()] == ["weights"]
+
+
+def test_an_installed_run_adds_its_line_and_replaces_the_scores() -> None:
+    losses = [{"stage": "flow", "loss": loss, "samples_per_s": 9000.0} for loss in (0.5, 0.25)]
+    run = {
+        "model": "flux1",
+        "arguments": {"minutes": "8.0", "source": "shipped"},
+        "device": "one GPU",
+        "torch": "2.11",
+        "trained_s": 240.0,
+        "samples": 6_500_000,
+        "losses": losses,
+        "scores": {"8x8": {"shape": 0.123, "shape: color": 1.0}},
+    }
+    text = with_run(with_run(RECORD.read_text(), run), run)
+    assert text.count("| one GPU, torch 2.11 | 4.0 | 6.5 M | 9,000 | 0.500 to 0.250 |") == 2
+    assert text.count("| 8x8 | 0.123 |") == 1
+    assert "color" not in text.split("<!-- scores of flux1 -->")[1]
+
+
 @pytest.mark.slow
-def test_two_smoke_runs_train_distil_export_and_score(tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", [["--from", "nothing"], ["--model", "flux2", "--from", "vae"]])
+def test_a_smoke_run_trains_exports_scores_and_goes_on(tmp_path: Path, source: list[str]) -> None:
     command = [sys.executable, "-m", "fluxbatch.tiny.train", "--smoke", "--minutes", "1", "--reserve-s", "30"]
-    subprocess.run([*command, "--runs-left", "2", "--out", str(tmp_path / "a")], check=True)
-    assert (tmp_path / "a" / "checkpoint.00").exists()
-    subprocess.run([*command, "--checkpoint", str(tmp_path / "a"), "--out", str(tmp_path / "b")], check=True)
-    assert json.loads((tmp_path / "b" / "scores.json").read_text())["control: ground truth"]["shape"] == 1.0
+    subprocess.run([*command, *source, "--out", str(tmp_path / "a")], check=True)
+    model = source[:2] if "flux2" in source else []
+    subprocess.run([*command, *model, "--from", str(tmp_path / "a"), "--out", str(tmp_path / "b")], check=True)
+    first, second = (json.loads((tmp_path / name / "run.json").read_text()) for name in "ab")
+    assert second["scores"]["control: ground truth"]["shape"] == 1.0
+    assert second["steps"] > first["steps"] > 0
     assert (tmp_path / "b" / "model.tar.00").exists()

@@ -40,6 +40,17 @@ VAE = {
     "norm_num_groups": 4,
     "latent_channels": 4,
 }
+CLIP = CLIPTextConfig(
+    vocab_size=1161,
+    hidden_size=32,
+    intermediate_size=37,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    projection_dim=32,
+    bos_token_id=1159,
+    eos_token_id=1160,
+    pad_token_id=1160,
+)
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
@@ -84,18 +95,7 @@ def flux1_transformer(*, guidance_embeds: bool = True) -> FluxTransformer2DModel
 
 
 def clip() -> CLIPTextModel:
-    return CLIPTextModel(
-        CLIPTextConfig(
-            vocab_size=1161,
-            hidden_size=32,
-            intermediate_size=37,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            bos_token_id=1159,
-            eos_token_id=1160,
-            pad_token_id=1160,
-        )
-    )
+    return CLIPTextModel(CLIP)
 
 
 def t5() -> T5EncoderModel:

@@ -14,6 +14,7 @@ QUESTIONS = {
     "plan_scale": "what does a manifest of millions of rows take until its plan stands?",
     "resume_scale": "how long does a job of 100,000 shards take to start again, and its folder to be asked for?",
     "cluster": "what would a thousand GPUs do to one run folder, and what would stragglers and failures cost?",
+    "startup": "how long from a process's start to its first image on disk, compiled at start or ahead of time?",
     "fidelity": "what does a precision, or a step cache, change in the embedded model's pictures?",
     "pipelines": "do both pipelines give equal bytes, and what does the overlap bring?",
 }

@@ -71,6 +71,8 @@ def _answer(what: str, module: ModuleType, cfg: JobConfig, options: argparse.Nam
     from fluxbatch.bench.results import Result
 
     config.check(cfg)
+    if cfg.model.family == "diffusers":
+        raise ConfigError(f"model must be tiny or of a FLUX family for bench, got {cfg.model.name}")
     result = Result(what, cfg, options)
     figures: dict[str, Any] = {}
     with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():

@@ -26,12 +26,13 @@ from fluxbatch.bench import jobs
 from fluxbatch.bench.measure import table
 from fluxbatch.config import JobConfig
 from fluxbatch.errors import ConfigError
-from fluxbatch.models import Model, load_model
+from fluxbatch.models import Model
 from fluxbatch.pipeline.loop import run_pipeline
 from fluxbatch.records import Batch, BatchPlan, Bucket, Request
 from fluxbatch.step_cache import SCHEDULES
-from fluxbatch.tiny.scenes import SCENERY, Writer
 from fluxbatch.tiny.score import summary, verdicts
+from fluxbatch.tiny.words import SCENERY
+from fluxbatch.tiny.writer import Writer
 
 COLUMNS = ("name", "right", "checks", "psnr_db", "steps")
 EXACT = "float32"
@@ -83,7 +84,8 @@ def measure(cfg: JobConfig, options: argparse.Namespace) -> Iterator[dict[str, A
 
 def _loaded(cfg: JobConfig, variant: Variant) -> Model:
     exact = replace(cfg.model, dtype="float32", kernels="auto", quantization="none", compile="off")
-    return load_model(replace(exact, **variant.model), true_cfg_scale=cfg.sampler.true_cfg_scale)
+    model, _ = jobs.load(replace(cfg, model=replace(exact, **variant.model)))
+    return model
 
 
 def _requests(cfg: JobConfig, bucket: Bucket, count: int) -> list[Request]:

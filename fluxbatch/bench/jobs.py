@@ -20,7 +20,7 @@ from fluxbatch.bench.measure import device_of, parse_size, synchronize
 from fluxbatch.config import JobConfig, PlanConfig
 from fluxbatch.folder import RunFolder
 from fluxbatch.metrics import HANDOVERS, STAGES
-from fluxbatch.models import Model, load_model
+from fluxbatch.models import Model, WholeModel, load_model
 from fluxbatch.records import Bucket, Request, RowCounts
 from fluxbatch.run import run_job
 
@@ -83,6 +83,7 @@ def load(cfg: JobConfig) -> tuple[Model, float]:
     """The model as a run loads it, and the seconds that took."""
     began = time.perf_counter()
     model = load_model(cfg.model, true_cfg_scale=cfg.sampler.true_cfg_scale)
+    assert not isinstance(model, WholeModel), "bench measures stages"
     synchronize(device_of(cfg))
     return model, round(time.perf_counter() - began, 1)
 

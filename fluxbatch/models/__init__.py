@@ -1,6 +1,7 @@
-"""The models behind one protocol: all that the pipeline may ask of a FLUX family.
+"""The models behind two protocols: all that the pipeline may ask of a FLUX family, or of any other pipeline.
 
-A model is a set of stages on tensors. It knows nothing of rows, batches in flight, files of the run or threads.
+A model of a FLUX family is a set of stages on tensors, any other one a single call. None knows anything of batches in
+flight, files of the run or threads.
 
 Legend: N prompts, S text tokens, B batch, L packed latent tokens, C channels, H W pixels.
 """
@@ -10,16 +11,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from fluxbatch.config import ModelConfig
 from fluxbatch.models import compile_cache, loading, memory, tuning
+from fluxbatch.models.aot.parts import Part
 from fluxbatch.models.checkpoints import convert
 from fluxbatch.models.lora import read_loras
-from fluxbatch.records import Bucket
+from fluxbatch.records import Bucket, Request
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,54 @@ class Model(Protocol):
         """(B, L, C) to pixels (B, 3, H, W), nominally in [-1, 1], in the VAE's dtype."""
 
 
+class Seams(Protocol):
+    """Where a call that draws whole is looked at from outside."""
+
+    def before_step(self) -> None:
+        """Called before each step; may raise to stop early."""
+
+    def decode(self, decode: Decode, latents: Tensor) -> Tensor:
+        """Decode all latents (B, ...) with this decoder, in launches as memory allows."""
+
+
+@runtime_checkable
+class WholeModel(Protocol):
+    """A model that draws from text to pixels in one call. Only `tokenize` may be called from another thread."""
+
+    name: str
+    device: torch.device
+    dtype: torch.dtype
+    vae_dtype: torch.dtype
+    sampler: str  # as image viewers show it
+
+    def tokenize(self, prompts: Sequence[str]) -> Tokens:
+        """Which prompts are too long; no tokens."""
+
+    def noise_shape(self, *, height: int, width: int) -> tuple[int, ...]:
+        """Of nothing: noise is drawn in the call."""
+
+    def draw(self, rows: Sequence[Request], *, bucket: Bucket, seams: Seams) -> Tensor:
+        """Pixels (B, 3, H, W) in [0, 1]. A row's do not depend on the others, at the same number of rows."""
+
+
+AnyModel = Model | WholeModel
+
+
+class Blueprint(Model, Protocol):
+    """A model without weights: everything has its shape. It cannot encode."""
+
+    def blank_embeds(self, size: int) -> PromptEmbeds:
+        """Zeros in the form of so many prompts' embeddings."""
+
+
 def check_model(cfg: ModelConfig) -> None:
     """Refuse, in seconds and before any weight is read, a device, dtype or model.path that cannot work."""
     placement = loading.place(cfg)
+    if cfg.family == "diffusers":
+        from fluxbatch.models import whole
+
+        whole.check(cfg)
+        return
     tuning.use_fused(cfg, placement)
     if placement.device.type == "cuda" and cfg.memory_budget_gib is not None:
         memory.budget(placement.device, wanted_gib=cfg.memory_budget_gib)
@@ -96,14 +143,28 @@ def check_model(cfg: ModelConfig) -> None:
         read_loras(cfg, convert.transformer_shapes(cfg, folder))
 
 
-def load_model(cfg: ModelConfig, *, true_cfg_scale: float) -> Model:
-    """The model of these settings on its device, one log line a component."""
-    from fluxbatch.models.flux1 import Flux1  # diffusers and transformers take seconds to import
+def blueprint(cfg: ModelConfig) -> tuple[Blueprint, list[Part]]:
+    """For the shapes of what launches call, and the parts that can be packages; one block of each kind for all."""
+    from fluxbatch.models.flux1 import Flux1
     from fluxbatch.models.flux2 import Flux2
 
+    return Flux1.blueprint(cfg) if cfg.family == "flux1" else Flux2.blueprint(cfg)
+
+
+def load_model(cfg: ModelConfig, *, true_cfg_scale: float) -> AnyModel:
+    """The model of these settings on its device, one log line a component."""
+    # First of all: diffusers imports Inductor, which takes the folder of its cache for settled from then on.
+    compile_cache.keep_compiled(cfg, loading.place(cfg).device, os.environ)
     loading.quiet_libraries()
     loading.fix_cpu_threads(cfg)
-    compile_cache.keep_compiled(cfg, loading.place(cfg).device, os.environ)
+    if cfg.family == "diffusers":
+        from fluxbatch.models.whole import WholePipeline  # diffusers and transformers take seconds to import
+
+        return WholePipeline.load(cfg, true_cfg_scale=true_cfg_scale)
     if cfg.family == "flux1":
+        from fluxbatch.models.flux1 import Flux1
+
         return Flux1.load(cfg, true_cfg_scale=true_cfg_scale)
+    from fluxbatch.models.flux2 import Flux2
+
     return Flux2.load(cfg)

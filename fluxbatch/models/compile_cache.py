@@ -34,7 +34,7 @@ MOUNTS = Path("/proc/self/mounts")
 
 def keep_compiled(cfg: ModelConfig, device: torch.device, environ: MutableMapping[str, str]) -> None:
     """Point torch's and Triton's caches to our folder, before either compiles; what the user has set stays."""
-    if device.type != "cuda":
+    if device.type != "cuda" and cfg.compile != "aot":
         return
     unset = [name for name in VARIABLES if not environ.get(name)]
     if unset:
@@ -42,6 +42,11 @@ def keep_compiled(cfg: ModelConfig, device: torch.device, environ: MutableMappin
         environ.update({name: str(folder / VARIABLES[name]) for name in unset})
     for name in VARIABLES:
         logger.info("compiled kernels are kept in %s (%s)", environ[name], name)
+
+
+def packages_folder(cfg: ModelConfig, environ: Mapping[str, str]) -> Path:
+    """Where packages compiled ahead of time are kept: each says itself what it is for."""
+    return _usable(_wanted(cfg, environ)) / "ahead"
 
 
 def _wanted(cfg: ModelConfig, environ: Mapping[str, str]) -> Path:
@@ -82,7 +87,7 @@ def _usable(folder: Path) -> Path:
 
 def _key(cfg: ModelConfig, device: torch.device) -> str:
     """Versions, GPU and recipe: other kernels never meet in one folder, and an old one can be deleted by its name."""
-    gpu = re.sub(r"\W+", "-", torch.cuda.get_device_name(device))
+    gpu = re.sub(r"\W+", "-", torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu")
     recipe = "-".join((cfg.kernels, cfg.quantization, cfg.compile))
     known = f"{__version__} {torch.__version__} {torch.version.cuda} {_triton_version()} {gpu} {recipe}"
     return f"torch{torch.__version__}-{gpu}-{recipe}-{hashlib.sha256(known.encode()).hexdigest()[:8]}"

@@ -18,6 +18,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config,
 
 from fluxbatch.config import ModelConfig
 from fluxbatch.models import Decode, Flow, PromptEmbeds, Schedule, Tokens, loading, residency, tuning
+from fluxbatch.models.aot.parts import Part
 from fluxbatch.models.checkpoints import convert
 from fluxbatch.models.fused.decoder import FusedDecoder
 from fluxbatch.models.fused.flux1 import FusedFlux1
@@ -127,8 +128,26 @@ class Flux1:
         if use_fused:
             parts |= _fused(parts, cfg, placement)
         else:
-            tuning.prepare_plain(parts["transformer"], cfg=cfg, placement=placement)
+            tuning.prepare_plain(parts["transformer"], parts["vae"], cfg=cfg, placement=placement)
         return cls(**parts, cfg=cfg, true_cfg_scale=true_cfg_scale)
+
+    @classmethod
+    def blueprint(cls, cfg: ModelConfig) -> tuple[Self, list[Part]]:
+        """What a launch calls, without weights, and the parts of it that packages are made of."""
+        placement = loading.place(cfg)
+        full = {"vae": VAE, **(loading.random_config(RANDOM, cfg) if cfg.random_weights else {})}
+        parts = loading.blueprint(FluxTransformer2DModel, AutoencoderKL, full_size=full, cfg=cfg, placement=placement)
+        ahead = tuning.blueprint_parts(**parts, cfg=cfg, placement=placement)
+        without = dict.fromkeys(("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"))
+        return cls(**parts, **without, scheduler_config={}, cfg=cfg, true_cfg_scale=1.0), ahead
+
+    def blank_embeds(self, size: int) -> PromptEmbeds:
+        config, tokens = self._transformer.config, self.max_sequence_length
+        shapes = {
+            "prompt_embeds": (size, tokens, config.joint_attention_dim),
+            "pooled_prompt_embeds": (size, config.pooled_projection_dim),
+        }
+        return {name: torch.zeros(shape, dtype=self.dtype, device=self.device) for name, shape in shapes.items()}
 
     def tokenize(self, prompts: Sequence[str]) -> Tokens:
         clip_ids, _, _ = tokenize_fixed(self._tokenizer, prompts, max_length=self._tokenizer.model_max_length)

@@ -19,6 +19,7 @@ from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3Model
 
 from fluxbatch.config import ModelConfig
 from fluxbatch.models import Decode, Flow, PromptEmbeds, Schedule, Tokens, loading, residency, tuning
+from fluxbatch.models.aot.parts import Part
 from fluxbatch.models.checkpoints import convert
 from fluxbatch.models.fused.decoder import FusedDecoder
 from fluxbatch.models.fused.flux2 import FusedFlux2
@@ -118,7 +119,7 @@ class Flux2:
         self._fused = fused
         self._vae = vae
         self._decode: Decode = decoder or (lambda latents: vae.decode(latents, return_dict=False)[0])
-        self._text_encoder = keep_first_layers(text_encoder, max(self.text_encoder_layers))
+        self._text_encoder = text_encoder and keep_first_layers(text_encoder, max(self.text_encoder_layers))
         self._tokenizer = tokenizer
         self._scheduler_config = scheduler_config
         self._token_side = 2 * 2 ** (len(vae.config.block_out_channels) - 1)  # pixels: 2 latents of 8 each
@@ -140,8 +141,23 @@ class Flux2:
         if use_fused:
             parts |= _fused(parts, cfg, placement)
         else:
-            tuning.prepare_plain(parts["transformer"], cfg=cfg, placement=placement)
+            tuning.prepare_plain(parts["transformer"], parts["vae"], cfg=cfg, placement=placement)
         return cls(**parts, cfg=cfg)
+
+    @classmethod
+    def blueprint(cls, cfg: ModelConfig) -> tuple[Self, list[Part]]:
+        """What a launch calls, without weights, and the parts of it that packages are made of."""
+        placement = loading.place(cfg)
+        full = {"vae": {}, **(loading.random_config(RANDOM, cfg) if cfg.random_weights else {})}
+        parts = loading.blueprint(
+            Flux2Transformer2DModel, AutoencoderKLFlux2, full_size=full, cfg=cfg, placement=placement
+        )
+        ahead = tuning.blueprint_parts(**parts, cfg=cfg, placement=placement)
+        return cls(**parts, text_encoder=None, tokenizer=None, scheduler_config=SCHEDULER, cfg=cfg), ahead
+
+    def blank_embeds(self, size: int) -> PromptEmbeds:
+        shape = (size, self.max_sequence_length, self._transformer.config.joint_attention_dim)
+        return {"prompt_embeds": torch.zeros(shape, dtype=self.dtype, device=self.device)}
 
     def tokenize(self, prompts: Sequence[str]) -> Tokens:
         """Each prompt as one turn of Qwen3's chat, thinking off."""

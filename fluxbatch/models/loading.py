@@ -10,7 +10,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -357,17 +357,43 @@ def random(build: Callable[[], Any], *, name: str, dtype: torch.dtype, device: t
 
     Seeded, so that every process of a job has the same weights.
     """
-    before, start_s = torch.get_default_dtype(), time.perf_counter()
+    start_s = time.perf_counter()
+    module = initialised(build, dtype=dtype, device=device)
+    if device.type != "meta":  # there it is only asked for its shapes
+        log_component(name, module, start_s=start_s)
+    return module
+
+
+def initialised(build: Callable[[], Any], *, dtype: torch.dtype, device: torch.device) -> Any:
+    before = torch.get_default_dtype()
     torch.manual_seed(0)
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            module = build().eval()
+            return build().eval()
     finally:
         torch.set_default_dtype(before)
-    if device.type != "meta":  # there it is only asked for its shapes
-        log_component(name, module, start_s=start_s)
-    return module
+
+
+def blueprint(
+    transformer: Any, vae: Any, *, full_size: Mapping[str, dict[str, Any]], cfg: ModelConfig, placement: Placement
+) -> dict[str, Any]:
+    """A transformer with one block of each kind, and the VAE, as their settings describe them; no weight is read.
+
+    `transformer` and `vae` are the classes, `full_size` their settings where the weights would be random.
+    """
+    folder = None if cfg.random_weights else model_folder(cfg)
+    stored = {name: read_json(folder / name / "config.json") for name in ("transformer", "vae")} if folder else {}
+    settings = {**full_size, **stored}
+    one_each = {**settings["transformer"], "num_layers": 1, "num_single_layers": 1}
+    return {
+        "transformer": initialised(
+            lambda: transformer.from_config(one_each), dtype=placement.dtype, device=placement.device
+        ),
+        "vae": initialised(
+            lambda: vae.from_config(settings["vae"]), dtype=placement.vae_dtype, device=placement.device
+        ),
+    }
 
 
 def random_config(table: dict[str, dict[str, Any]], cfg: ModelConfig) -> dict[str, Any]:
@@ -387,7 +413,7 @@ def log_component(name: str, module: nn.Module, *, start_s: float) -> None:
         "%s: %s, %.2f M parameters, %s on %s, %.3f GiB in %.1f s (%.2f GiB/s)",
         name,
         type(module).__name__,
-        sum(p.numel() for p in module.parameters()) / 1e6,
+        sum(t.numel() for t in tensors) / 1e6,
         str(first.dtype).removeprefix("torch."),
         first.device,
         gib,

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fluxbatch.config import ModelConfig
 from fluxbatch.errors import ConfigError
-from fluxbatch.models import precision
+from fluxbatch.models import compile_cache, precision
+from fluxbatch.models.aot.forward import install
+from fluxbatch.models.aot.parts import Part, parts_of
 from fluxbatch.models.eight_bit import EightBitLinear
 from fluxbatch.models.fused.blocks import Blocks
 from fluxbatch.models.loading import GIB, Placement, first_line
@@ -38,6 +42,8 @@ def use_fused(cfg: ModelConfig, placement: Placement) -> bool:
     precision.check(cfg, placement, precision.Machine.of(placement.device))
     if cfg.kernels == "fused" and cfg.compile != "off":
         raise ConfigError(f"model.compile must be off with model.kernels=fused, got {cfg.compile}: nothing is compiled")
+    if cfg.compile == "aot" and cfg.quantization != "none":
+        raise ConfigError(f"model.quantization must be none with model.compile=aot, got {cfg.quantization}")
     why_not = _why_not_fused(cfg, placement)
     if cfg.kernels == "fused" and why_not:
         raise ConfigError(f"model.kernels=fused needs {why_not}")
@@ -70,22 +76,65 @@ def log_fused(blocks: Blocks, cfg: ModelConfig) -> None:
     )
 
 
-def prepare_plain(transformer: Any, *, cfg: ModelConfig, placement: Placement) -> None:
-    """Precision, attention back end and compilation of diffusers' own module, which is on its device then."""
+def prepare_plain(transformer: Any, vae: Any, *, cfg: ModelConfig, placement: Placement) -> None:
+    """Precision, attention back end and compilation of diffusers' own modules, which are on their device then."""
     _quantize_plain(transformer, cfg.quantization, placement.device)
-    # Set it for every model: diffusers keeps the last choice for the whole process.
-    # Uncompiled, cuDNN's attention was the slower one on an H200 (180.7 against 172.5 ms a step of FLUX.1-dev).
-    wanted = cfg.compile == "regional" and cudnn_attention(transformer.config.attention_head_dim, placement)
-    backend = "_native_cudnn" if wanted else "native"
-    transformer.set_attention_backend(backend)
+    backend = _set_attention(transformer, cfg=cfg, placement=placement)
     told = (backend, cfg.quantization, cfg.compile)
     logger.info("transformer: diffusers' modules, attention %s, quantization %s, compile %s", *told)
-    if cfg.compile == "regional" and placement.device.type == "cuda":
+    if cfg.compile == "aot":
+        folder = compile_cache.packages_folder(cfg, os.environ)
+        for part in ahead_of_time(transformer, vae, attention=backend, placement=placement):
+            install(part, folder=folder, device=placement.device)
+    elif cfg.compile == "regional" and placement.device.type == "cuda":
         # A graph a launch shape, never one for several: those are slower, and the default of 8 shapes is an error.
         torch._dynamo.config.recompile_limit = MAX_COMPILED_SHAPES
         transformer.compile_repeated_blocks(fullgraph=True, dynamic=False)
     elif cfg.compile == "regional":
         logger.warning("model.compile=regional is for CUDA; the transformer runs uncompiled on %s", placement.device)
+
+
+def _set_attention(transformer: Any, *, cfg: ModelConfig, placement: Placement) -> str:
+    """Set it for every model: diffusers keeps the last choice for the whole process."""
+    # Uncompiled, cuDNN's attention was the slower one on an H200 (180.7 against 172.5 ms a step of FLUX.1-dev).
+    wanted = cfg.compile != "off" and cudnn_attention(transformer.config.attention_head_dim, placement)
+    backend = "_native_cudnn" if wanted else "native"
+    transformer.set_attention_backend(backend)
+    return backend
+
+
+def blueprint_parts(transformer: Any, vae: Any, *, cfg: ModelConfig, placement: Placement) -> list[Part]:
+    """What `prepare_plain` would replace by packages, left as it is."""
+    backend = _set_attention(transformer, cfg=cfg, placement=placement)
+    return ahead_of_time(transformer, vae, attention=backend, placement=placement)
+
+
+def ahead_of_time(transformer: Any, vae: Any, *, attention: str, placement: Placement) -> list[Part]:
+    """The parts that packages are made of, in the form that they are compiled in."""
+    transformer.fuse_qkv_projections()
+    for block in transformer.transformer_blocks:
+        _drop_unfused(block.attn)
+    for block in transformer.single_transformer_blocks:
+        _drop_unfused(block.attn)
+    if placement.device.type == "cuda":
+        turn_channels_last(vae.decoder)
+    return parts_of(transformer, vae, attention=attention)
+
+
+def turn_channels_last(module: nn.Module) -> None:
+    """The weights of its convolutions. `module.to` does the same, but not to tensors without numbers."""
+    for layer in module.modules():
+        if isinstance(layer, nn.Conv2d):
+            weight = layer.weight.detach().contiguous(memory_format=torch.channels_last)
+            layer.weight = nn.Parameter(weight, requires_grad=False)
+
+
+def _drop_unfused(attention: Any) -> None:
+    """diffusers keeps the single projections beside the fused ones."""
+    if getattr(attention, "fused_projections", False):
+        for name in ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj"):
+            if hasattr(attention, name):
+                delattr(attention, name)
 
 
 def _quantize_plain(transformer: Any, quantization: str, device: torch.device) -> None:
@@ -133,8 +182,8 @@ def cudnn_attention(head_dim: int, placement: Placement) -> bool:
     if torch.cuda.get_device_capability(device) != (9, 0):
         return False
     try:
-        query = torch.zeros(1, 1, 128, head_dim, dtype=dtype, device=device)
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        with unset_fake_temporarily(), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            query = torch.zeros(1, 1, 128, head_dim, dtype=dtype, device=device)
             F.scaled_dot_product_attention(query, query, query)
     except RuntimeError as error:
         logger.warning("cuDNN attention cannot be used (%s); torch's own choice instead", first_line(error))

@@ -9,9 +9,10 @@ import io
 import itertools
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,24 +26,26 @@ from fluxbatch.pipeline.transfer import HostBatch
 from fluxbatch.records import Request, RowFailure, RowResult
 
 USER_COMMENT_BYTES = 64_000  # a JPEG's EXIF segment holds 65,533 bytes, its own headers among them
+Words = Mapping[str, str]  # what `parameters` says otherwise than for a FLUX model: its sampler
+NO_WORDS: Words = MappingProxyType({})
 PATIENCE_S = 0.5  # between two looks whether a codec is still worth waiting for
 
 
-def compress(pixels: np.ndarray, request: Request, output: OutputConfig) -> bytes:
+def compress(pixels: np.ndarray, request: Request, output: OutputConfig, *, sampler: str = "Euler") -> bytes:
     """(H, W, 3) uint8 to a PNG, JPEG or WebP file, with the row's settings inside where `embed_parameters` asks."""
     file = io.BytesIO()
-    text = parameters(request) if output.embed_parameters else None
+    text = parameters(request, sampler=sampler) if output.embed_parameters else None
     Image.fromarray(pixels).save(file, output.image_format, **SAVE_OPTIONS[output.image_format](output, text))
     return file.getvalue()
 
 
-def parameters(request: Request) -> str:
+def parameters(request: Request, *, sampler: str = "Euler") -> str:
     """The settings as AUTOMATIC1111's web UI writes them and as viewers read them. Size is width x height there."""
     lines = [request.prompt]
     if request.negative_prompt:
         lines.append(f"Negative prompt: {request.negative_prompt}")
     lines.append(
-        f"Steps: {request.num_inference_steps}, Sampler: Euler, CFG scale: {request.guidance_scale}, "
+        f"Steps: {request.num_inference_steps}, Sampler: {sampler}, CFG scale: {request.guidance_scale}, "
         f"Seed: {request.seed}, Size: {request.width}x{request.height}"
     )
     return "\n".join(lines).replace("\0", " ")  # a PNG text chunk ends at a NUL
@@ -113,23 +116,30 @@ class CompressingBatch:
         return rows
 
 
-def compress_row(host: HostBatch, row: int, output: OutputConfig) -> CompressedRow:
-    """One row's result. A codec that refuses fails this row alone."""
+def compress_row(host: HostBatch, row: int, output: OutputConfig, words: Words = NO_WORDS) -> CompressedRow:
+    """One row's result. A codec that refuses fails this row alone. `words` are for the settings in its file."""
     start_s = time.perf_counter()
     request = host.batch.requests[row]
     failure, image = host.failures.get(row), None
     if failure is None:
         try:
-            image = compress(host.pixels_BHWC[row], request, output)
+            image = compress(host.pixels_BHWC[row], request, output, **words)
         except Exception as error:
             failure = RowFailure("compress", "codec_error", f"{type(error).__name__}: {error}")
     result = RowResult(id=request.id, image=image, truncated=host.truncated[row], failure=failure)
     return CompressedRow(result, start_s, time.perf_counter())
 
 
-def submit(pool: Executor, host: HostBatch, output: OutputConfig, *, release: Callable[[], None]) -> CompressingBatch:
+def submit(
+    pool: Executor,
+    host: HostBatch,
+    output: OutputConfig,
+    *,
+    release: Callable[[], None],
+    words: Words = NO_WORDS,
+) -> CompressingBatch:
     """Start compressing every row; `release` is called after the last one, when nobody reads the pixels any more."""
-    rows = tuple(pool.submit(compress_row, host, row, output) for row in range(len(host.batch.requests)))
+    rows = tuple(pool.submit(compress_row, host, row, output, words) for row in range(len(host.batch.requests)))
     _after_all(rows, release)
     return CompressingBatch(host, rows)
 

@@ -45,7 +45,11 @@ def launch_size(rows: int, *, max_rows: int) -> int:
 
 def to_uint8(pixels_BCHW: Tensor) -> Tensor:
     """[-1, 1] to 0..255 in (B, H, W, C), rounded as diffusers' image processor does."""
-    unit_BCHW = (pixels_BCHW * 0.5).add_(0.5).clamp_(0, 1)
+    return unit_to_uint8((pixels_BCHW * 0.5).add_(0.5).clamp_(0, 1))
+
+
+def unit_to_uint8(unit_BCHW: Tensor) -> Tensor:
+    """[0, 1] to 0..255 in (B, H, W, C)."""
     levels_BCHW = unit_BCHW.float().mul_(255).round_().to(torch.uint8)
     return torch.stack(levels_BCHW.unbind(1), dim=-1)  # twice as fast on a CPU as permute and contiguous
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fluxbatch.config import ModelConfig, OutputConfig, PipelineConfig
 from fluxbatch.errors import ProcessLost
-from fluxbatch.models import Model, PromptEmbeds, memory
+from fluxbatch.models import AnyModel, Model, PromptEmbeds, WholeModel, memory
 from fluxbatch.models.compile_cache import CompileWatch
 from fluxbatch.pipeline import compress, transfer
 from fluxbatch.pipeline.decode import decode, launch_size, padded
@@ -39,6 +39,7 @@ from fluxbatch.pipeline.ring import Channel, Ring, Stopped
 from fluxbatch.pipeline.timing import BatchTimes, waited
 from fluxbatch.pipeline.transfer import Drawn, HostBatch, LaunchedBatch, Streams, finite_rows
 from fluxbatch.pipeline.watch import Watch, Watchdog
+from fluxbatch.pipeline.whole import draw_whole
 from fluxbatch.records import Batch, Bucket, CompressedBatch, RowFailure
 from fluxbatch.step_cache import EVERY_STEP, StepCache
 
@@ -50,7 +51,7 @@ JOIN_S = 10.0  # how long a closing run waits for a thread that is deep inside t
 
 def run_pipeline(
     batches: Iterable[Batch],
-    model: Model,
+    model: AnyModel,
     *,
     pipeline: PipelineConfig,
     model_cfg: ModelConfig,
@@ -73,12 +74,14 @@ def run_pipeline(
     watch = Watch()
     prefetch = Prefetcher(model, inputs, window=pipeline.encode_window, draining=draining, watch=watch)
     launch = Launcher(model, prefetch, inputs, outputs, pipeline=pipeline, model_cfg=model_cfg, step_cache=step_cache)
+    words = {"sampler": model.sampler} if isinstance(model, WholeModel) else compress.NO_WORDS
     if pipeline.mode == "serial":
         watchdog = Watchdog(watch, timeout_s=stage_timeout_s, on_hang=None)
-        return _explained(_serial(prefetch.staged(batches), launch, outputs, output=output, watchdog=watchdog))
+        staged = prefetch.staged(batches)
+        return _explained(_serial(staged, launch, outputs, output=output, words=words, watchdog=watchdog))
     stages = _Stages(prefetch.staged(batches), launch, inputs, outputs, draining, watch, stage_timeout_s)
     workers = pipeline.compress_workers or usable_cores()
-    return _explained(_double_buffered(stages, output=output, depth=depth, workers=workers))
+    return _explained(_double_buffered(stages, output=output, words=words, depth=depth, workers=workers))
 
 
 def _explained(finished: Generator[CompressedBatch]) -> Generator[CompressedBatch]:
@@ -96,13 +99,19 @@ def _explained(finished: Generator[CompressedBatch]) -> Generator[CompressedBatc
 
 
 def _serial(
-    staged: Iterator[StagedBatch], launch: Launcher, outputs: Ring, *, output: OutputConfig, watchdog: Watchdog
+    staged: Iterator[StagedBatch],
+    launch: Launcher,
+    outputs: Ring,
+    *,
+    output: OutputConfig,
+    words: compress.Words,
+    watchdog: Watchdog,
 ) -> Generator[CompressedBatch]:
     with watchdog:
         for batch in staged:
             host = transfer.receive(launch(batch))
             with host.times.located("compress"):
-                rows = [compress.compress_row(host, row, output) for row in range(len(host.batch.requests))]
+                rows = [compress.compress_row(host, row, output, words) for row in range(len(host.batch.requests))]
             outputs.release(host.slot)
             yield _finished(host, rows)
 
@@ -118,7 +127,9 @@ class _Stages:
     stage_timeout_s: float
 
 
-def _double_buffered(stages: _Stages, *, output: OutputConfig, depth: int, workers: int) -> Generator[CompressedBatch]:
+def _double_buffered(
+    stages: _Stages, *, output: OutputConfig, words: compress.Words, depth: int, workers: int
+) -> Generator[CompressedBatch]:
     staged: Channel[StagedBatch] = Channel(depth)
     launched: Channel[LaunchedBatch] = Channel(depth)
     compressing: Channel[compress.CompressingBatch] = Channel(depth)
@@ -131,7 +142,8 @@ def _double_buffered(stages: _Stages, *, output: OutputConfig, depth: int, worke
 
     def submissions() -> Iterator[compress.CompressingBatch]:
         for host in map(transfer.receive, waited(launched, "launch->transfer")):
-            yield compress.submit(pool, host, output, release=partial(stages.outputs.release, host.slot))
+            release = partial(stages.outputs.release, host.slot)
+            yield compress.submit(pool, host, output, release=release, words=words)
 
     with Watchdog(stages.watch, timeout_s=stages.stage_timeout_s, on_hang=crew.fail) as watchdog:
         try:
@@ -233,7 +245,7 @@ class Launcher:
 
     def __init__(
         self,
-        model: Model,
+        model: AnyModel,
         prefetch: Prefetcher,
         inputs: Ring,
         outputs: Ring,
@@ -249,9 +261,11 @@ class Launcher:
         self._outputs = outputs
         self._device_index = cuda_index(model.device)
         self._streams = Streams.on(model.device)
-        self._encoder = PromptEncoder(
-            model, self._streams, launch_size=model_cfg.encode_batch_size, capacity=pipeline.prompt_cache
-        )
+        self._encoder: PromptEncoder | None = None
+        if not isinstance(model, WholeModel):
+            self._encoder = PromptEncoder(
+                model, self._streams, launch_size=model_cfg.encode_batch_size, capacity=pipeline.prompt_cache
+            )
         self._decode_max_pixels = model_cfg.decode_max_pixels
         self._max_rows: dict[Bucket, int] = {}  # what has fitted into memory after a launch that did not
         self._max_decode_rows: dict[Bucket, int] = {}  # the same of the decoder's launches
@@ -292,8 +306,9 @@ class Launcher:
             return transfer.copy_in(staged, self._streams, device=self._model.device)
 
     def _prepare_prompts(self, tokenized: TokenizedBatch, upcoming: Sequence[TokenizedBatch]) -> None:
-        with tokenized.times.stage("encode", on=self._model.device):
-            self._encoder.prepare(tokenized, upcoming)
+        if self._encoder is not None:
+            with tokenized.times.stage("encode", on=self._model.device):
+                self._encoder.prepare(tokenized, upcoming)
 
     def _draw(
         self, tokenized: TokenizedBatch, noise: Tensor, guidance: Tensor
@@ -329,9 +344,25 @@ class Launcher:
         self, tokenized: TokenizedBatch, noise: Tensor, guidance: Tensor, *, first_row: int, size: int
     ) -> Drawn | OutOfMemory:
         """Draw up to `size` rows; the launch has that size in any case, padded with its last row."""
-        times, bucket, device = tokenized.times, tokenized.batch.bucket, self._model.device
+        self._mark_first_of_shape(tokenized.times, tokenized.batch.bucket, size)
+        if not isinstance(self._model, WholeModel):
+            return self._launch_stages(self._model, tokenized, noise, guidance, first_row=first_row, size=size)
+        return draw_whole(
+            self._model,
+            tokenized.batch.requests[first_row : first_row + size],
+            first_row=first_row,
+            size=size,
+            bucket=tokenized.batch.bucket,
+            times=tokenized.times,
+            before_step=partial(self._before_step, tokenized.times),
+            decode_max_pixels=self._decode_max_pixels,
+        )
+
+    def _launch_stages(
+        self, model: Model, tokenized: TokenizedBatch, noise: Tensor, guidance: Tensor, *, first_row: int, size: int
+    ) -> Drawn | OutOfMemory:
+        times, bucket, device = tokenized.times, tokenized.batch.bucket, model.device
         rows = slice(first_row, first_row + size)
-        self._mark_first_of_shape(times, bucket, size)
         embeds, encode_finite = self._embeds(tokenized.prompts[rows], size)
         negative_embeds = None
         if bucket.negative_pass:
@@ -339,7 +370,7 @@ class Launcher:
             encode_finite = encode_finite & negative_finite
         with times.stage("denoise", on=device):
             latents = denoise(
-                self._model,
+                model,
                 padded(noise[rows], size),
                 embeds=embeds,
                 negative_embeds=negative_embeds,
@@ -349,7 +380,7 @@ class Launcher:
                 step_cache=self._step_cache,
             )
         denoise_finite = finite_rows(latents)
-        decoded = self._decode(times, latents)
+        decoded = self._decode(model, times, latents)
         if isinstance(decoded, OutOfMemory):
             return decoded
         pixels, decode_finite, vae_dtype = decoded
@@ -358,14 +389,17 @@ class Launcher:
         dtypes = (next(iter(embeds.values())).dtype, latents.dtype, vae_dtype)
         return Drawn(first_row, pixels[:num_rows], finite_B3[:num_rows], dtypes)
 
-    def _decode(self, times: BatchTimes, latents: Tensor) -> tuple[Tensor, Tensor, torch.dtype] | OutOfMemory:
+    def _decode(
+        self, model: Model, times: BatchTimes, latents: Tensor
+    ) -> tuple[Tensor, Tensor, torch.dtype] | OutOfMemory:
         """Pixels of the latents. The decoder's launches are halved where memory is short; the denoise stands."""
         bucket = times.batch.bucket
         area = bucket.height * bucket.width
         rows = launch_size(len(latents), max_rows=max(1, self._decode_max_pixels // area))
         rows = min(rows, self._max_decode_rows.get(bucket, rows))
         while True:
-            outcome = self._attempt(times, partial(self._decode_launches, times, latents, max_pixels=rows * area))
+            work = partial(self._decode_launches, model, times, latents, max_pixels=rows * area)
+            outcome = self._attempt(times, work)
             if not isinstance(outcome, OutOfMemory) or rows == 1:
                 return outcome
             rows //= 2
@@ -375,16 +409,17 @@ class Launcher:
                         times.place, bucket.name, rows, outcome.message)  # fmt: skip
 
     def _decode_launches(
-        self, times: BatchTimes, latents: Tensor, *, max_pixels: int
+        self, model: Model, times: BatchTimes, latents: Tensor, *, max_pixels: int
     ) -> tuple[Tensor, Tensor, torch.dtype]:
-        with times.stage("decode", on=self._model.device):
-            return decode(self._model, latents, bucket=times.batch.bucket, max_pixels=max_pixels)
+        with times.stage("decode", on=model.device):
+            return decode(model, latents, bucket=times.batch.bucket, max_pixels=max_pixels)
 
     def _before_step(self, times: BatchTimes) -> None:
         self._outputs.check()
         times.alive()
 
     def _embeds(self, texts: Sequence[str], size: int) -> tuple[PromptEmbeds, Tensor]:
+        assert self._encoder is not None, "a whole call encodes for itself"
         return self._encoder.rows([*texts, *[texts[-1]] * (size - len(texts))])
 
     def _mark_first_of_shape(self, times: BatchTimes, bucket: Bucket, size: int) -> None:

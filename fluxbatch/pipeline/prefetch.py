@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fluxbatch.models import Model
+from fluxbatch.models import AnyModel
 from fluxbatch.pipeline.ring import Ring, Slot
 from fluxbatch.pipeline.timing import BatchTimes
 from fluxbatch.pipeline.watch import Watch
@@ -59,7 +59,7 @@ class Prefetcher:
     """
 
     def __init__(
-        self, model: Model, ring: Ring, *, window: int, draining: Callable[[], bool], watch: Watch | None = None
+        self, model: AnyModel, ring: Ring, *, window: int, draining: Callable[[], bool], watch: Watch | None = None
     ) -> None:
         self._model = model
         self._watch = watch
@@ -111,7 +111,7 @@ def draw_noise(noise: Tensor, *, seed: int) -> None:
     torch.randn(noise.shape, generator=torch.Generator("cpu").manual_seed(seed), out=noise)
 
 
-def tokenize(model: Model, batch: Batch, watch: Watch | None = None) -> TokenizedBatch:
+def tokenize(model: AnyModel, batch: Batch, watch: Watch | None = None) -> TokenizedBatch:
     """Each distinct text of the batch once."""
     times = BatchTimes(batch, watch)
     with times.stage("prefetch"):

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from fluxbatch.tiny.scenes import SPRITES
+from fluxbatch.tiny.words import SPRITES
 
 SIDE, MARGIN = 128, 2  # pixels
 CREDIT = "Fluent Emoji Flat (c) Microsoft Corporation, MIT licence; npm @iconify-json/fluent-emoji-flat"

@@ -33,11 +33,13 @@ class Optimizer:
     on stacks of equal shapes: torch.optim.Muon takes the 90 matrices one by one, 20 kernels each.
     """
 
-    def __init__(self, net: nn.Module, average: list[Tensor], *, average_decay: float) -> None:
-        self.parameters: list[Tensor] = list(net.parameters())
-        self.average, self.average_decay = average, average_decay
+    def __init__(self, net: nn.Module, average: list[Tensor]) -> None:
+        named = [(name, p) for name, p in net.named_parameters() if p.requires_grad]
+        self.parameters: list[Tensor] = [p for _, p in named]
+        self.average = average
+        self.average_decay = torch.zeros((), device=self.parameters[0].device)  # on the device: a graph reads it anew
         self.learning_rate = torch.zeros((), device=self.parameters[0].device)
-        matrices = [p for name, p in net.named_parameters() if p.ndim == 2 and ("block" in name or "layers" in name)]
+        matrices = [p for name, p in named if p.ndim == 2 and ("block" in name or "layers" in name)]
         matrices = [p for p in matrices if min(p.shape) > 32]  # not T5's table of relative positions
         self.stacks: dict[torch.Size, list[Tensor]] = {}
         for matrix in matrices:
@@ -63,7 +65,8 @@ class Optimizer:
         with torch.no_grad():
             for shape, matrices in self.stacks.items():
                 self._muon(shape, matrices)
-            torch._foreach_lerp_(self.average, self.parameters, 1 - self.average_decay)
+            torch._foreach_mul_(self.average, self.average_decay)
+            torch._foreach_add_(self.average, torch._foreach_mul(self.parameters, 1 - self.average_decay))
 
     def _muon(self, shape: torch.Size, matrices: list[Tensor]) -> None:
         gradients = torch.stack([matrix.grad for matrix in matrices if matrix.grad is not None])

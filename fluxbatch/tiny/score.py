@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from fluxbatch.tiny.judge import Checks, judge
-from fluxbatch.tiny.scenes import read_caption
+from fluxbatch.tiny.reader import read_caption
 
 
 def pictures(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
