@@ -155,11 +155,11 @@ class RunConfig:
     devices: Any = None  # one process each: all, or a list of GPU indices, UUIDs and cpu
     max_restarts: int = 3  # of each of those processes, after a lost GPU or a kill
     help_ranks: bool = True  # with open shards, once the own share is done
-    plan_only: bool = False  # end once the plan stands: thousands of GPUs need not wait for it
     engine: str = "local"  # this process; or ray: a worker on each GPU of a Ray cluster
     ray_resources: str | None = None  # of a worker, as GPU:0.5,CPU:4; None: GPU:1, with model.device=cpu CPU:threads
     ray_wait_s: float = 1800.0  # how long a cluster without a free GPU is waited for
     max_shard_attempts: int = 3  # on Ray: in a row that bring no batch
+    plan_only: bool = False  # end once the plan stands: thousands of GPUs need not wait for it
     retry_failed: bool = False
     on_change: str = "refuse"  # edited rows or other output-affecting settings; or redo
     reuse_from: str | None = None  # an earlier run's folder: what is unchanged is taken over from it

@@ -51,8 +51,7 @@ def run_job(cfg: JobConfig, *, load: LoadModel | None = None) -> tuple[RowCounts
     folder = RunFolder(config.output_dir(cfg))
     if folder.root.exists() and not folder.root.is_dir():
         raise ConfigError(f"output.dir must be a folder, got the file {folder.root}")
-    draws_here = cfg.run.engine == "local" and not cfg.run.plan_only
-    if load is None and draws_here and not folder.success.exists():
+    if load is None and cfg.run.engine == "local" and not folder.success.exists() and not cfg.run.plan_only:
         _check_model(cfg)
     require_loggers(cfg.telemetry.loggers)
     rank = ranks.resolve(cfg.run, os.environ)

@@ -200,11 +200,6 @@ class Share:
         known.update(shards.drawn_batches(self.folder, shard.index))
         return len(known) - before
 
-    def close(self, shard: int) -> None:
-        """No longer ours to make."""
-        self.pending.discard(shard)
-        self.drawn.pop(shard, None)
-
     def left(self, work: list[ShardPlan]) -> dict[Bucket, Left]:
         """The batches to make, counted by bucket."""
         left, _ = left_to_make(self.plan, work, self.drawn)
@@ -239,8 +234,13 @@ class Share:
                 self._settle_behind(shard)
         else:
             log.info("shard %d is being made by rank %s, who has done its own share", shard.index, other.get("rank"))
-        self.close(shard.index)
+        self.forget(shard.index)
         return False
+
+    def forget(self, shard: int) -> None:
+        """It is no longer ours to make."""
+        self.pending.discard(shard)
+        self.drawn.pop(shard, None)
 
     def _is_complete_by_now(self, shard: ShardPlan) -> bool:
         return Ledger.read(self.folder, self.plan.revisions).complete(shard)
@@ -256,7 +256,7 @@ class Share:
         drawn = self.drawn.setdefault(shard.index, set())
         drawn.add(done.batch.plan.index)
         if len(drawn) == len(shard.batches):
-            self.close(shard.index)
+            self.forget(shard.index)
             self._settle_behind(shard)
 
     def _settle_behind(self, shard: ShardPlan) -> None:

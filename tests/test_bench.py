@@ -53,9 +53,9 @@ CASES: dict[str, list[str]] = {
     ],
     "pipelines": [*SMALL, "--rows", "3", "--sizes", "64x64"],
     "plan_scale": ["--rows", "2000"],
+    "startup": ["model=tiny", "--steps", "1", "--size", "64x64", "--cells", "eager"],
     "resume_scale": ["--shards", "100", "--rows-a-shard", "2", "--world-size", "2"],
     "cluster": ["--gpus", "20", "--rows", "400000"],
-    "startup": ["model=tiny", "--steps", "1", "--size", "64x64", "--cells", "eager"],
 }
 
 

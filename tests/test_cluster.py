@@ -194,6 +194,8 @@ def test_a_rank_or_a_client_cannot_drive(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     with pytest.raises(ConfigError, match="must be started once, for all GPUs, got rank 1 of 2"):
         require_ray(composed("run.engine=ray"), Rank(1, 2))
+    with pytest.raises(ConfigError, match="on a file system that all nodes share, got s3://bucket/run"):
+        require_ray(composed("run.engine=ray", "output.dir=s3://bucket/run"), Rank())
     monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
     with pytest.raises(ConfigError, match=r"got RAY_ADDRESS=ray://head:10001"):
         require_ray(composed("run.engine=ray"), Rank())

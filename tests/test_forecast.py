@@ -210,12 +210,12 @@ def test_plan_sums_up_more_than_twenty_buckets_and_tells_the_cost_in_no_currency
     words = command("plan", *settings, "run.gpu_hour_price=2.5").stdout
     assert "buckets: 25\n" in words and "  and 5 smaller ones: 10 rows in 5 batches (--json has them all)\n" in words
     assert " at 2.5 a GPU hour" in words and "peak memory: about 37.4 GiB" in words
-    four = ["run.rank=0", "run.world_size=4"]
-    answer = json.loads(command("plan", "--json", *settings, *four, "plan.shard_size=2").stdout)
+    five = ["run.rank=0", "run.world_size=5"]  # 25 shards of about equal cost
+    answer = json.loads(command("plan", "--json", *settings, *five, "plan.shard_size=2").stdout)
     assert len(answer["buckets"]) == 25 and answer["cost"] is None
-    assert answer["wall_hours"]["likely"] == pytest.approx(answer["gpu_hours"]["likely"] / 4, rel=0.02)
-    words = command("plan", *settings, *four).stdout
-    assert "with 4 ranks on 1 shard, which is never divided (plan.shard_size)" in words
+    assert answer["wall_hours"]["likely"] == pytest.approx(answer["gpu_hours"]["likely"] / 5, rel=0.02)
+    words = command("plan", *settings, *five).stdout
+    assert "with 5 ranks on 1 shard, which is never divided (plan.shard_size)" in words
 
 
 def test_plan_of_a_run_that_was_stopped_tells_what_is_left_and_rests_on_what_it_measured(tmp_path: Path) -> None:

@@ -42,8 +42,8 @@ def slurm() -> Iterator[Cluster]:
 class Job:
     """One run folder, a script for it as `jobs slurm` writes it, and what was submitted."""
 
-    def __init__(self, slurm: Cluster, folder: Path, *ranks: str) -> None:
-        self.slurm, self.folder = slurm, folder
+    def __init__(self, slurm: Cluster, folder: Path, *ranks: str, slow_s: float = 0.4) -> None:
+        self.slurm, self.folder, self.slow_s = slurm, folder, slow_s
         manifest(folder / "m.parquet", ROWS)
         shim = folder / "python shim"  # a path that needs quoting
         shim.write_text(SHIM.format(folder=folder, python=sys.executable, script=TESTS / "run_fake.py"))
@@ -61,7 +61,7 @@ class Job:
 
     def be_slow(self, slow: bool) -> None:
         path = self.folder / "slow"
-        path.write_text("0.4") if slow else path.unlink(missing_ok=True)
+        path.write_text(f"{self.slow_s}") if slow else path.unlink(missing_ok=True)
 
     def wait_for_batches(self, number: int = 1) -> None:
         batches = self.folder / "run" / "batches"
@@ -70,7 +70,7 @@ class Job:
     def wait_for_ranks(self, number: int) -> None:
         """A signal before Python has read its first line ends a process by that signal."""
         locks = self.folder / "run" / "locks"
-        until(lambda: len(list(locks.glob("rank-*"))) == number, f"{number} ranks\n{self.log()}", 120)
+        until(lambda: len(list(locks.glob("rank-*"))) >= number, f"{number} ranks in {self.folder}", 120)
         self.wait_for_batches()
 
     def log(self) -> str:
@@ -101,14 +101,14 @@ def test_an_array_drains_near_its_time_limit_goes_on_and_stays_cancelled(
     for rank in range(2):
         slurm.wait_for(f"{cancelled}_{rank}", "CANCELLED", "FAILED")
         assert slurm.restarts(f"{cancelled}_{rank}") == 0, job.log()
-    until(lambda: "SIGTERM: finishing what is in flight" in job.log(), job.log(), 30)
+    until(lambda: "SIGTERM: finishing what is in flight" in job.log(), "a drain", 30)
     assert not list((tmp_path / "run" / "locks").glob("rank-*")), "the lease was given back"
 
     again = job.submit()
-    job.wait_for_batches(4)
+    job.wait_for_ranks(2)
     slurm.command("scancel", "--batch", "--signal=USR1", f"{again}_0")
     faults.signal()
-    until(lambda: slurm.restarts(f"{again}_0") == 1, f"the requeue of rank 0\n{job.log()}", 60)
+    until(lambda: slurm.restarts(f"{again}_0") == 1, f"the requeue of rank 0 of {job.folder}", 60)
     job.be_slow(False)
     for rank in range(2):
         slurm.wait_for(f"{again}_{rank}", "COMPLETED")
@@ -120,19 +120,19 @@ def test_an_array_drains_near_its_time_limit_goes_on_and_stays_cancelled(
 def test_the_tasks_of_one_job_drain_together_go_on_and_end_at_once(
     slurm: Cluster, tmp_path: Path, faults: Faults
 ) -> None:
-    job = Job(slurm, tmp_path, "--tasks", "3")
+    job = Job(slurm, tmp_path, "--tasks", "3", slow_s=1.0)
     cancelled = job.submit()
     job.wait_for_ranks(3)
     slurm.command("scancel", cancelled)
     slurm.wait_for(cancelled, "CANCELLED", "FAILED")
-    until(lambda: job.log().count("SIGTERM: finishing what is in flight") == 3, job.log(), 30)
+    until(lambda: job.log().count("SIGTERM: finishing what is in flight") == 3, "three drains", 30)
     assert slurm.restarts(cancelled) == 0
 
     again = job.submit()
-    job.wait_for_ranks(3)
+    job.wait_for_ranks(2)  # a rank that started first may have done its share
     slurm.command("scancel", "--batch", "--signal=USR1", again)
     faults.signal(2)
-    until(lambda: slurm.restarts(again) == 1, f"the requeue\n{job.log()}", 60)
+    until(lambda: slurm.restarts(again) == 1, f"the requeue of {job.folder}", 60)
     job.be_slow(False)
     slurm.wait_for(again, "COMPLETED")
     job.must_be_whole(faults)
@@ -147,7 +147,7 @@ def test_a_requeue_by_hand_goes_on(slurm: Cluster, tmp_path: Path, faults: Fault
     job.wait_for_ranks(2)
     slurm.command("scontrol", "requeue", f"{number}_1")
     faults.signal()
-    until(lambda: slurm.restarts(f"{number}_1") == 1, f"the requeue\n{job.log()}", 60)
+    until(lambda: slurm.restarts(f"{number}_1") == 1, f"the requeue of {job.folder}", 60)
     job.be_slow(False)
     for rank in range(2):
         slurm.wait_for(f"{number}_{rank}", "COMPLETED")
@@ -161,7 +161,9 @@ def test_a_preempted_job_goes_on_when_the_urgent_one_is_done(slurm: Cluster, tmp
     job.wait_for_ranks(2)
     urgent = slurm.submit("-p", "urgent", "-N2", "--gpus-per-node=2", "--wrap", "sleep 2", "-o", "/dev/null")
     until(
-        lambda: slurm.restarts(f"{number}_0") == slurm.restarts(f"{number}_1") == 1, f"both preempted\n{job.log()}", 90
+        lambda: slurm.restarts(f"{number}_0") == slurm.restarts(f"{number}_1") == 1,
+        f"both preempted of {job.folder}",
+        90,
     )
     faults.signal(2)
     assert job.log().count("SIGTERM: finishing what is in flight") >= 2
@@ -186,9 +188,9 @@ def test_a_lost_node_whose_copy_runs_on_is_replaced_and_the_stale_copy_stops(
     slurm.lose_node("n2")
     faults.race()
     try:
-        until(lambda: job.num_starts() == 2, f"the second copy\n{job.log()}", 60)
-        until(lambda: "took over the lease of a run that was started again" in job.log(), job.log(), 60)
-        until(lambda: "this job was started again" in job.log(), f"the end of the stale copy\n{job.log()}", 60)
+        until(lambda: job.num_starts() == 2, f"the second copy of {job.folder}", 60)
+        until(lambda: "took over the lease of a run that was started again" in job.log(), "the new lease", 60)
+        until(lambda: "this job was started again" in job.log(), f"the end of the stale copy of {job.folder}", 60)
         job.be_slow(False)
         slurm.wait_for(f"{number}_0", "COMPLETED")
         assert slurm.restarts(f"{number}_0") == 1, "the stale copy, which ended with 75, was not requeued"
@@ -203,7 +205,7 @@ def test_a_real_time_limit_drains_requeues_and_ends(slurm: Cluster, tmp_path: Pa
     job = Job(slurm, tmp_path, "--array", "1")
     number = job.submit("-t", "1", "--signal=B:USR1@30")
     (tmp_path / "slow").write_text("3")
-    until(lambda: slurm.restarts(f"{number}_0") == 1, f"the requeue\n{job.log()}", 120)
+    until(lambda: slurm.restarts(f"{number}_0") == 1, f"the requeue of {job.folder}", 120)
     faults.signal()
     job.be_slow(False)
     slurm.wait_for(f"{number}_0", "COMPLETED")

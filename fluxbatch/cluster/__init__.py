@@ -12,8 +12,10 @@ from __future__ import annotations
 import importlib.util
 import os
 
+from fluxbatch import config
 from fluxbatch.config import JobConfig
 from fluxbatch.errors import ConfigError
+from fluxbatch.objects import ObjectPath
 from fluxbatch.ranks import Rank
 
 
@@ -26,6 +28,10 @@ def require_ray(cfg: JobConfig, rank: Rank) -> None:
     if rank.world_size > 1:
         raise ConfigError(
             f"run.engine=ray must be started once, for all GPUs, got rank {rank.index} of {rank.world_size}"
+        )
+    if isinstance(config.output_dir(cfg), ObjectPath):
+        raise ConfigError(
+            f"run.engine=ray needs an output.dir on a file system that all nodes share, got {cfg.output.dir}"
         )
     address = os.environ.get("RAY_ADDRESS", "")
     if address.startswith("ray://"):

@@ -177,7 +177,7 @@ class RayDrawing:
         shard, member.state = member.shard, "idle"
         if answer.state == "done":
             dealer.finish(shard)
-            self._share.close(shard)
+            self._share.forget(shard)
             member.shard, member.failed = None, set()
             self._proven.add(member.node)
         elif answer.state == "stopped":

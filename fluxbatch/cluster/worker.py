@@ -135,7 +135,7 @@ class Worker:
             self._share.refresh()  # its file is made behind the drawing
             return "stopped" if shard in self._share.pending else "done"
         finally:
-            self._share.close(shard)
+            self._share.forget(shard)
 
     def _close(self) -> str:
         self._open.close()
