@@ -189,6 +189,17 @@ class Share:
         log.debug("shard %d: %d images taken over", shard.index, rows)
         return rows
 
+    def num_missing(self, shard: ShardPlan) -> int:
+        """Batches of an opened shard that are not on disk, as far as is known."""
+        return len(shard.batches) - len(self.drawn.get(shard.index, ()))
+
+    def look_again(self, shard: ShardPlan) -> int:
+        """See what others have drawn of an opened shard; the number of batches that are new."""
+        known = self.drawn.setdefault(shard.index, set())
+        before = len(known)
+        known.update(shards.drawn_batches(self.folder, shard.index))
+        return len(known) - before
+
     def left(self, work: list[ShardPlan]) -> dict[Bucket, Left]:
         """The batches to make, counted by bucket."""
         left, _ = left_to_make(self.plan, work, self.drawn)
@@ -214,11 +225,10 @@ class Share:
         other = self.lease.take(self.folder.claim(shard.index))
         if other is None:
             self.begun.add(shard.index)
-            standing = shards.drawn_batches(self.folder, shard.index)
-            self.drawn.setdefault(shard.index, set()).update(standing)
+            self.look_again(shard)
             if shards.stands(self.folder, shard, output=self.cfg.output) and self._is_complete_by_now(shard):
                 self.lease.give_back(self.folder.claim(shard.index))
-            elif len(self.drawn[shard.index]) < len(shard.batches):
+            elif self.num_missing(shard):
                 return True
             else:
                 self._settle_behind(shard)
@@ -246,8 +256,7 @@ class Share:
         drawn = self.drawn.setdefault(shard.index, set())
         drawn.add(done.batch.plan.index)
         if len(drawn) == len(shard.batches):
-            del self.drawn[shard.index]
-            self.pending.discard(shard.index)
+            self.forget(shard.index)
             self._settle_behind(shard)
 
     def _settle_behind(self, shard: ShardPlan) -> None:

@@ -435,7 +435,7 @@ def test_helping_ranks_bounds_what_a_slow_gpu_costs_and_failures_cost_batches_on
     fleet = cluster.Fleet(gpus=10, image_s=1.0, batch=4, shard_rows=100, spread=0.0, slow=0.1, slow_factor=2.0,
                           mtbf_h=2.0, restart_s=60.0)  # fmt: skip
     fleets = fleet, replace(fleet, helping=False)
-    helped, alone = (cluster.simulate(of, rows=100_000, seed=1) for of in fleets)
+    helped, alone = (cluster.simulate(of, rows=100_000, seed=0) for of in fleets)
     assert helped.wall_h < 0.75 * alone.wall_h and helped.idle_gpu_h < 10 * 200 / 3600
     assert helped.failures and helped.lost_gpu_h == pytest.approx(helped.failures * 6.0 / 3600)
 

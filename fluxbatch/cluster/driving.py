@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fluxbatch import commit, drawing, lease, shards
+from fluxbatch import commit, drawing, lease
 from fluxbatch.cluster.crew import Crew, Event, Member, connected
 from fluxbatch.cluster.dealer import Dealer
 from fluxbatch.cluster.worker import Order, versions
@@ -82,10 +82,7 @@ class RayDrawing:
     def _longest_first(self, work: list[ShardPlan]) -> list[int]:
         """By what the plan predicts of the batches that are left: a long shard must not be begun last."""
         costs = np.concatenate([part.shard_costs() for part in self._share.plan.parts])
-        left = {
-            shard.index: costs[shard.index] * sum(1 for _ in self._share.missing_batches([shard])) / len(shard.batches)
-            for shard in work
-        }
+        left = {shard.index: costs[shard.index] * self._share.num_missing(shard) / len(shard.batches) for shard in work}
         return sorted(left, key=lambda index: -left[index])
 
     def _order(self, rank: int, probe: str) -> Order:
@@ -217,13 +214,11 @@ class RayDrawing:
         """The member's shard is dealt again, with what was committed of it. Whether its attempt brought a batch."""
         assert member.shard is not None
         shard = self._share.plan.shard(member.shard)
-        known = self._share.drawn.setdefault(shard.index, set())
-        brought = set(shards.drawn_batches(self._folder, shard.index)) - known
-        known |= brought
-        if not dealer.put_back(shard.index, why, brought=bool(brought)):
+        brought = self._share.look_again(shard) > 0
+        if not dealer.put_back(shard.index, why, brought=brought):
             log.warning("shard %d is given up after %d attempts", shard.index, self._cfg.run.max_shard_attempts)
         member.shard = None
-        return bool(brought)
+        return brought
 
     def _await_ledger(self, done: set[int]) -> None:
         """Until this node sees what the others have written: a network file system shows it late."""
