@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,10 @@ CASES: dict[str, list[str]] = {
 }
 
 
+SLOW = ("fidelity", "startup")  # sixteen variants of every picture; processes of their own
+QUICK = [what for what in CASES if what not in SLOW]
+
+
 def bench(*arguments: str) -> tuple[int, str, str]:
     """Exit code, standard output and standard error of the command, in this process: importing takes seconds."""
     out, err, typed = io.StringIO(), io.StringIO(), sys.argv
@@ -71,55 +75,55 @@ def bench(*arguments: str) -> tuple[int, str, str]:
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """The JSON line of every benchmark, which its result file holds too."""
-    found = {}
-    for what, arguments in CASES.items():
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """The JSON line of a benchmark, which its result file holds too; each is run once."""
+
+    @cache
+    def answer(what: str) -> dict[str, Any]:
         folder = tmp_path_factory.mktemp(what)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(measure, "WARM_UP_S", 0.01)
             patch.setattr(measure, "TIMED_S", 0.01)
-            code, out, err = bench(what, *arguments, "--results", str(folder), "--json")
+            code, out, err = bench(what, *CASES[what], "--results", str(folder), "--json")
         assert code == 0, f"{what}: {err}"
-        found[what] = json.loads(out)
         (file,) = folder.iterdir()
         assert file.name.startswith(f"{what}-cpu-")
-        assert json.loads(file.read_text()) == found[what]
-    return found
+        assert json.loads(file.read_text()) == json.loads(out)
+        return json.loads(out)
+
+    return answer
 
 
 def test_every_question_has_a_case_here() -> None:
     assert set(CASES) == set(QUESTIONS)
 
 
-@pytest.mark.parametrize("what", CASES)
-def test_the_answer_says_what_was_measured_on_what(answers: dict[str, dict[str, Any]], what: str) -> None:
-    answer = answers[what]
+@pytest.mark.parametrize("what", [*QUICK, *(pytest.param(what, marks=pytest.mark.slow) for what in SLOW)])
+def test_the_answer_says_what_was_measured_on_what(answers: Callable[[str], dict[str, Any]], what: str) -> None:
+    answer = answers(what)
     assert answer["bench"] == what
     assert answer["hardware"]["cores"] >= 1 and answer["versions"]["torch"] == torch.__version__
     assert answer["settings"]["model.dtype"] == "float32" and "commit" in answer
 
 
-def test_each_answer_has_its_figures(answers: dict[str, dict[str, Any]]) -> None:
-    assert answers["host"]["images"] == 40 and answers["host"]["commit_ms_per_batch"] > 0
-    assert answers["pipelines"]["equal_bytes"] is True
-    assert answers["plan_scale"]["rows"] == 2000
-    assert answers["headspace"]["cells"][0]["s_per_image"] > 0
-    assert answers["stages"]["cells"][0]["step ms"] > 0
-    swept = answers["batch_sizes"]["cells"][0]
+def test_each_answer_has_its_figures(answers: Callable[[str], dict[str, Any]]) -> None:
+    assert answers("host")["images"] == 40 and answers("host")["commit_ms_per_batch"] > 0
+    assert answers("pipelines")["equal_bytes"] is True
+    assert answers("plan_scale")["rows"] == 2000
+    assert answers("headspace")["cells"][0]["s_per_image"] > 0
+    assert answers("stages")["cells"][0]["step ms"] > 0
+    swept = answers("batch_sizes")["cells"][0]
     assert {"1", "2", "4", str(swept["batch_size"])} == set(swept["s_per_image"])
-    assert answers["ceilings"]["floor_ms_per_pass"]["bf16"] > 0
-    eager = answers["startup"]["cells"]["eager"]
-    assert 0 < eager["first image s"] < eager["job s"] and eager["step ms"] > 0 and eager["host GiB"] > 0.1
-    job = answers["end_to_end"]["job"]
-    assert job["images"] >= 4 and answers["end_to_end"]["percent_of_ceiling"] > 0
+    assert answers("ceilings")["floor_ms_per_pass"]["bf16"] > 0
+    job = answers("end_to_end")["job"]
+    assert job["images"] >= 4 and answers("end_to_end")["percent_of_ceiling"] > 0
     assert set(job["idle_per_batch"]) == {
         "prefetch->launch", "launch->transfer", "transfer->compress", "compress->commit"
     }  # fmt: skip
 
 
-def test_peers_draw_where_they_can_and_say_why_where_they_cannot(answers: dict[str, dict[str, Any]]) -> None:
-    found = answers["peers"]["contestants"]
+def test_peers_draw_where_they_can_and_say_why_where_they_cannot(answers: Callable[[str], dict[str, Any]]) -> None:
+    found = answers("peers")["contestants"]
     assert found["loop"]["s_per_image"] > 0 and found["fluxbatch"]["s_per_image"] > 0
     assert found["fluxbatch"]["times_loop"] > 0
     assert found["lossless"]["error"] == found["torchao_fp8"]["error"] == "needs a CUDA device"
@@ -220,8 +224,15 @@ def test_a_measured_jobs_shards_hold_whole_launches(batch_size: int | str, num_r
     assert shard_size(PlanConfig(batch_size=batch_size, shard_size=1000), num_rows) == rows
 
 
-def test_fidelity_measures_each_variant_against_the_exact_pictures(answers: dict[str, dict[str, Any]]) -> None:
-    found = {variant["name"]: variant for variant in answers["fidelity"]["variants"]}
+@pytest.mark.slow
+def test_startup_tells_the_first_image_from_the_whole_job(answers: Callable[[str], dict[str, Any]]) -> None:
+    eager = answers("startup")["cells"]["eager"]
+    assert 0 < eager["first image s"] < eager["job s"] and eager["step ms"] > 0 and eager["host GiB"] > 0.1
+
+
+@pytest.mark.slow
+def test_fidelity_measures_each_variant_against_the_exact_pictures(answers: Callable[[str], dict[str, Any]]) -> None:
+    found = {variant["name"]: variant for variant in answers("fidelity")["variants"]}
     assert found["float32"]["psnr_db"] is None, "equal to itself"
     assert all(10 < variant["psnr_db"] < 100 for name, variant in found.items() if name != "float32")
     assert [found[f"{name}, order 1"]["steps"] for name in ("conservative", "medium", "aggressive")] == [5, 4, 4]
@@ -382,8 +393,8 @@ def test_the_lossless_recipe_draws_what_the_loop_draws() -> None:
     assert np.abs(draw(quick) - before).max() <= 2
 
 
-def test_results_name_no_folder_of_this_machine(answers: dict[str, dict[str, Any]]) -> None:
-    for answer in answers.values():
+def test_results_name_no_folder_of_this_machine(answers: Callable[[str], dict[str, Any]]) -> None:
+    for answer in map(answers, QUICK):
         assert str(Path.home()) not in json.dumps(answer["options"]) and "folder" not in answer["options"]
 
 

@@ -77,7 +77,7 @@ def stored(folder: Path) -> dict[str, np.ndarray]:
     }
 
 
-@pytest.mark.parametrize("name", ["sd3", "z_image", *SLOW])
+@pytest.mark.parametrize("name", ["sd3", pytest.param("z_image", marks=pytest.mark.slow), *SLOW])
 def test_a_job_that_is_killed_and_resumed_has_the_bytes_of_one_that_was_not(
     name: str, tmp_path: Path, command: Callable[..., Done], pipelines: Callable[[str], Path], faults: Faults
 ) -> None:

@@ -300,7 +300,8 @@ def test_a_redo_killed_at_some_steps_in_a_row_ends_like_one_that_was_not(
     killed_redo(forked, tmp_path, kind, [], lambda steps: steps[3 : len(steps) : 6], faults)
 
 
-@pytest.mark.parametrize("kind", ["parquet", pytest.param("folder", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["parquet", "folder"])
 def test_other_settings_killed_at_some_steps_in_a_row(forked: Forge, tmp_path: Path, kind: str, faults: Faults) -> None:
     killed_redo(forked, tmp_path, kind, ["output.image_format=jpeg"], lambda steps: steps[4 : len(steps) : 9], faults)
 
