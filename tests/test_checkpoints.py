@@ -269,7 +269,7 @@ def test_names_and_rows_are_those_of_diffusers_own_converters(tmp_path: Path) ->
         layers = dict.fromkeys(key.rpartition(".")[0] for key in got)
         found = groups(checkpoint.modules, layers, family=family, naming="bfl", num_blocks=(2, 2))
         for group in found:
-            convert._fill(group, got, checkpoint, torch.device("cpu"))
+            convert._fill(group, got, checkpoint, torch.device("cpu"), {})
         assert all(torch.equal(got[key], want[key]) for key in want)
 
 
