@@ -85,6 +85,8 @@ def _compose(task: Callable[[DictConfig], None], overrides: list[str]) -> None:
         mark = error.problem_mark
         place = f"{mark.name} line {mark.line + 1}" if mark else "a settings file"
         raise ConfigError(f"{place} is not YAML: {error.problem}") from error
+    except BrokenPipeError:  # `--help | head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception as error:  # what Hydra makes of a group that is null, a number or a list
         raise ConfigError(f"{' '.join(overrides)} cannot be composed: {_first_line(str(error))}") from error
 
@@ -122,8 +124,17 @@ def _refuse_stray_words(arguments: list[str]) -> None:
                 f"{argument} is not a flag" + (f"; did you mean {close[0]}?" if close else "; see --help")
             )
         if not is_flag_or_setting:
-            raise ConfigError(f"{argument!r} is not key=value; was a value with a space left without quotes?")
+            raise ConfigError(f"{argument!r} is not key=value; {_meant_by(argument)}")
         previous = argument
+
+
+def _meant_by(word: str) -> str:
+    path = Path(word)
+    if (path / "job.json").is_file():
+        return f"did you mean output.dir={word}?"
+    if path.suffix == ".parquet":
+        return f"did you mean manifest.path={word}?"
+    return "was a value with a space left without quotes?"
 
 
 def _to_config(composed: DictConfig) -> JobConfig:
@@ -155,9 +166,27 @@ def _keys(group: type, prefix: str = "") -> Iterator[str]:
 
 
 def _no_such_key(key: str) -> str:
-    close = difflib.get_close_matches(key, list(_keys(JobConfig)), n=1)
-    hint = f"; did you mean {close[0]}?" if close else "; --cfg job prints all settings"
+    alike = _alike(key)
+    hint = f"; did you mean {' or '.join(alike)}?" if alike else "; --cfg job prints all settings"
     return f"{key} is not a setting{hint}"
+
+
+def _alike(key: str) -> list[str]:
+    """The settings that a person may have meant: of that name in another group, with that word in it, or alike."""
+    group, _, name = key.rpartition(".")
+    known = [other for other in _keys(JobConfig) if other.count(".") <= max(1, key.count("."))]
+    named = [other for other in known if "." in other and other.rpartition(".")[2] == name]
+    near = named or difflib.get_close_matches(key, known, n=1, cutoff=0.85)
+    words = [other for other in known if "." in other and name.rstrip("s") in _singular(other.rpartition(".")[2])]
+    if named and not group:
+        return list(dict.fromkeys(named + words))[:3]
+    if near or not words:
+        return near or difflib.get_close_matches(key, [other for other in _keys(JobConfig) if "." in other], n=1)
+    return [other for other in words if other.rpartition(".")[0] == group][:3] or words[:3]
+
+
+def _singular(name: str) -> list[str]:
+    return [word.rstrip("s") for word in name.split("_")]
 
 
 def _sentence(error: Exception, overrides: list[str]) -> str:
@@ -203,7 +232,10 @@ def _no_such_choice(text: str) -> str:
     options = re.findall(r"^\t(?!provider)(\S+)$", text, flags=re.MULTILINE)
     if not missing:
         return _first_line(text)
-    return f"{missing[1]} must be one of {', '.join(options)}, got {missing[2]!r}"
+    told = f"{missing[1]} must be one of {', '.join(options)}, got {missing[2]!r}"
+    if missing[1] == "job":
+        told += f"; one of your own is FOLDER/job/{missing[2]}.yaml, named by --config-dir FOLDER"
+    return told
 
 
 def _unparsable(overrides: list[str]) -> str | None:

@@ -22,7 +22,7 @@ from fluxbatch.manifest import Manifest, open_manifest
 from fluxbatch.metrics import finite
 from fluxbatch.plan import PlanPart, SizeOf, plan_part, with_seconds
 from fluxbatch.planfile import RunPlan
-from fluxbatch.planner import Survey, survey
+from fluxbatch.planner import OTHERWISE, Survey, changed_rules, survey
 from fluxbatch.progress import counted, data_size, duration
 from fluxbatch.rates import Known, Observed
 from fluxbatch.records import Bucket
@@ -113,6 +113,7 @@ def _standing(folder: RunFolder, plan: RunPlan, manifest: Manifest, found: Surve
         "pending": counts.pending,
         "in_open_shards": left_in_folder(folder, plan, ledger)[1],
         "manifest_unchanged": same,
+        "settings_changed": changed_rules(plan, config.row_rules(cfg), cfg),
         "rows_added": 0 if same else max(0, accepted - plan.num_rows),
     }
 
@@ -223,7 +224,8 @@ def _reuse_lines(answer: Mapping[str, Any]) -> list[str]:
         return []
     why = ", ".join(f"{found[state]:,} {state}" for state in ("changed", "added", "unwritten") if found[state])
     return [
-        f"reused: {found['reused']:,} images of {found['from']}, where {found['removed']:,} more rows were",
+        f"reused: {found['reused']:,} images of {found['from']}"
+        + (f"; {counted(found['removed'], 'row')} of it no longer in the manifest" if found["removed"] else ""),
         f"to render: {answer['to_render']:,}" + (f" ({why})" if why else ""),
     ]
 
@@ -260,7 +262,8 @@ def _run_lines(answer: Mapping[str, Any]) -> list[str]:
     left = counted(answer["to_draw"], "row")
     lines = [line, f"left to draw: {left}; what follows is for them" if answer["to_draw"] else "left to draw: nothing"]
     if not run["manifest_unchanged"]:
-        lines += ["  the manifest has changed since; a run compares its rows and says what became of each"]
+        told = ", ".join(run["settings_changed"]) or "the manifest has changed since"
+        lines += [f"  {told}: a run draws added rows and refuses others than planned; {OTHERWISE}"]
     return lines
 
 
@@ -274,7 +277,7 @@ def _hour_lines(answer: Mapping[str, Any]) -> list[str]:
     rests = f" ({'; '.join(grounds)})" if grounds else ""
     lines = [f"GPU hours: about {_hours(gpu)}{rests}"]
     ranks = counted(answer["ranks"], "rank")
-    if answer["shards"] < answer["ranks"]:
+    if 0 < answer["shards"] < answer["ranks"]:
         ranks += f" on {counted(answer['shards'], 'shard')}, which is never divided (plan.shard_size)"
     lines += [f"wall time: about {_durations(wall)} with {ranks}, without loading the model"]
     if cost is not None:

@@ -19,9 +19,7 @@ from fluxbatch.config import JobConfig
 from fluxbatch.errors import EXIT_DONE, ConfigError
 
 USAGE = "jobs slurm [--array N | --tasks N] [--python PATH] [--to FILE] key=value ..."
-HEADER = (
-    "# Made by `python -m fluxbatch jobs slurm`. sbatch takes it, and takes other limits beside it: sbatch -t 4:00:00"
-)
+HEADER = "# Made by `python -m fluxbatch jobs slurm`. Give sbatch your limits beside it: -t 4:00:00 --cpus-per-task=4"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -31,6 +29,8 @@ class _Parser(argparse.ArgumentParser):
 
 def write_script(arguments: Sequence[str]) -> str:
     """The words behind `jobs` to a script, or to a sentence where `--to` names its file."""
+    if "--help" in arguments:
+        return f"python -m fluxbatch {USAGE}"
     parser = _Parser(prog="fluxbatch jobs", add_help=False, allow_abbrev=False)
     parser.add_argument("scheduler", choices=["slurm"])
     parser.add_argument("--array", type=_number)

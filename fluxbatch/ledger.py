@@ -163,7 +163,8 @@ def _require_same(path: Path, stat: os.stat_result, line: ShardCommit) -> None:
     if stat.st_size == line.bytes and (stat.st_mtime_ns == line.mtime_ns or commit.sha256_file(path) == line.sha256):
         return
     raise FluxbatchError(
-        f"{path} is not the file that its ledger line names; restore it, or delete it to make it again"
+        f"{path} is not the file that its ledger line names; restore it, or let `verify --repair` set it aside, "
+        "and the same run command makes its rows again"
     )
 
 
@@ -172,7 +173,10 @@ def _require_same_images(metadata: Path) -> None:
     for image in writers.image_files(metadata):
         is_touched = image.size() != image.bytes or image.path.stat().st_mtime_ns > written_ns
         if is_touched and commit.sha256_file(image.path) != image.sha256:
-            raise FluxbatchError(f"{image.path} is not the image that {metadata.name} names; restore it, or delete it")
+            raise FluxbatchError(
+                f"{image.path} is not the image that {metadata.name} names; restore it, or let `verify --repair` set "
+                "it aside, and the same run command makes its rows again"
+            )
 
 
 def failed_rows(folder: RunFolder, ledger: Ledger, plan: RunPlan) -> dict[int, set[str]]:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ OUTPUT_COLUMNS = (  # those that fluxbatch adds
 )  # fmt: skip
 PANDAS_INDEX = re.compile(r"__index_level_\d+__")  # what pandas adds to a file that it wrote with an unnamed index
 CORRUPT = (pa.ArrowException, OSError)
+PROMPT_FILES = (".csv", ".tsv", ".jsonl", ".txt")  # what the verb `manifest` reads
 
 
 def _is_text(kind: pa.DataType) -> bool:
@@ -219,6 +221,10 @@ def _parquet_file(fs: Any, path: str) -> Source:
         with open_file() as file:
             return Source(path, _stamp(fs, path, local=local), file.schema_arrow, file.metadata.num_rows, batches)
     except CORRUPT as error:
+        if PurePath(path).suffix.lower() in PROMPT_FILES:
+            target = PurePath(path).with_suffix(".parquet").name
+            told = f"`python -m fluxbatch manifest from={shlex.quote(path)} to={shlex.quote(target)}` makes one of it"
+            raise ManifestError(f"{path}: not a Parquet file; {told}") from error
         raise ManifestError(f"{path}: not a whole Parquet file: {error}") from error
 
 

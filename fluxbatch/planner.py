@@ -281,18 +281,26 @@ def _edits_sentence(
     """Which rows were edited, and in which columns; which defaults changed, if that is why."""
     number, examples = keys.num_edited(), keys.edited_examples(NAMED_EDITS)
     new = {row["id"]: row for row in spool.chosen(sorted(row for _, row, *_ in examples if row is not None))}
-    told = ", ".join(f"{quoted(row_id)} ({_edited_columns(plan, new.get(row_id), *at)})" for row_id, _, *at in examples)
+    by_columns: dict[str, list[str]] = {}
+    for row_id, _, *at in examples:
+        by_columns.setdefault(_edited_columns(plan, new.get(row_id), *at), []).append(quoted(row_id))
+    told = ", ".join(f"{', '.join(ids)} ({columns})" for columns, ids in by_columns.items())
     ids = f"(id {told}{', ...' if number > len(examples) else ''})"
-    before, now = plan.files[-1].identity["rules"], asdict(rules)
-    changed = [
-        f"{_key(name, cfg)} was {before[name]}, is {now[name]}"
-        for name in now
-        if name in before and before[name] != now[name]  # an older version's plan may lack a rule
-    ]
+    changed = changed_rules(plan, rules, cfg)
     if changed:
         return f"{', '.join(changed)}: that changes {number} planned rows {ids}; {OTHERWISE}"
     place = "" if manifest.has_ids else "; without an id column a row is known by its place only"
     return f"{number} planned rows were edited since {ids}{place}; give them new ids, or: {OTHERWISE}"
+
+
+def changed_rules(plan: RunPlan, rules: RowRules, cfg: JobConfig) -> list[str]:
+    """The settings that gave rows their defaults and are others now: key, old and new value."""
+    before, now = plan.files[-1].identity["rules"], asdict(rules)
+    return [
+        f"{_key(name, cfg)} was {before[name]}, is {now[name]}"
+        for name in now
+        if name in before and before[name] != now[name]  # an older version's plan may lack a rule
+    ]
 
 
 def _edited_columns(plan: RunPlan, new: dict[str, Any] | None, shard: int, place: int) -> str:

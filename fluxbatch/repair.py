@@ -58,7 +58,7 @@ def _plan(folder: RunFolder) -> RunPlan | None:
 
 def _files(fault: Discrepancy, ledger: Ledger) -> Iterable[str]:
     """What goes with a damaged file: with a file of failures also the images, for a row may fail no more."""
-    if fault.remedy not in ("aside", "repair"):
+    if not fault.is_set_aside:
         return []
     shard = shard_of(fault.file)
     if fault.remedy == "aside" or shard is None or fault.file.startswith("data/"):

@@ -29,7 +29,7 @@ from fluxbatch.ledger import Ledger, failed_rows, row_counts
 from fluxbatch.left import Left, left_in_folder
 from fluxbatch.metrics import finite
 from fluxbatch.page import render_html, when
-from fluxbatch.planfile import RunPlan
+from fluxbatch.planfile import PlanFile, RunPlan
 from fluxbatch.progress import counted, duration
 from fluxbatch.records import Bucket, RowCounts
 
@@ -168,7 +168,7 @@ def build_report(
         "starts": throughput.starts(folder),
         "rows_made_again": throughput.made_again(log),
         "shards": sum(part.num_shards for part in plan.parts),
-        "plan_parts": [{"kind": part.kind, "rows": part.num_rows} for part in plan.parts],
+        "plan_parts": [{"kind": _part_kind(file), "rows": file.part.num_rows} for file in plan.files],
         "changes": job.get("changes", []),
         "files": sum(len(lines) for lines in ledger.commits.values()),
         "bytes": _bytes(folder, ledger),
@@ -177,6 +177,10 @@ def build_report(
         "settings": job["settings"],
         "versions": job["versions"],
     }
+
+
+def _part_kind(file: PlanFile) -> str:
+    return "taken" if file.reuse and file.reuse["taken"] else file.part.kind
 
 
 def _buckets(plan: RunPlan, measured: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:

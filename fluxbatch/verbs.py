@@ -14,6 +14,7 @@ from fluxbatch.config import JobConfig
 from fluxbatch.errors import EXIT_DISCREPANCY, EXIT_DONE, EXIT_ROW_ERRORS, ConfigError
 from fluxbatch.folder import RunFolder
 from fluxbatch.lora_files import lora_paths
+from fluxbatch.progress import counted
 from fluxbatch.records import RowCounts
 
 log = logging.getLogger(__name__)
@@ -111,10 +112,11 @@ def verify(cfg: JobConfig) -> Answer:
         "set_aside": [asdict(move) for move in moved],
     }
     lines = [*_count_lines(counts), f"discrepancies: {len(found)}"]
-    lines += [f"  {discrepancy.file}: {discrepancy.message}" for discrepancy in found]
+    lines += [f"  {fault.file}: {fault.fault if moved and fault.is_set_aside else fault.message}" for fault in found]
     lines += [f"set aside: {move.file} as {move.now}" for move in moved]
     if counts.pending:
-        lines += [f"incomplete: {counts.pending} rows are pending; run the same command again to make them"]
+        told = f"{counted(counts.pending, 'row')} {'is' if counts.pending == 1 else 'are'} pending"
+        lines += [f"incomplete: {told}; the same run command makes {'it' if counts.pending == 1 else 'them'}"]
     return answer, "\n".join(lines), EXIT_DISCREPANCY if found or not counts.balanced else EXIT_DONE
 
 
@@ -156,7 +158,8 @@ def _settled(cfg: JobConfig) -> JobConfig:
 def _require_manifest(cfg: JobConfig) -> None:
     if not cfg.manifest.path:
         raise ConfigError(
-            f"manifest.path must name a Parquet file, folder, glob, URL or list of them, got {cfg.manifest.path!r}"
+            "manifest.path must name a Parquet file, folder, glob, URL or list of them, got "
+            f"{cfg.manifest.path or 'nothing'}; --help tells the verbs and the settings"
         )
 
 

@@ -30,8 +30,8 @@ from fluxbatch.writers import StoredRow
 DECODED_TOGETHER = 64  # images in memory at a time
 NAMED_IDS = 3
 ADVICE = {
-    "run": "run the same command again to mend it",
-    "repair": "`verify --repair` sets it aside, and the same command then makes its rows again",
+    "run": "the same run command mends it",
+    "repair": "`verify --repair` sets it aside, and the same run command then makes its rows again",
     "aside": "move it away, or let `verify --repair` do so",
     "restore": "restore it from a copy, or move the whole folder away and start again",
 }
@@ -49,6 +49,11 @@ class Discrepancy:
     @property
     def message(self) -> str:
         return f"{self.fault}; {ADVICE[self.remedy]}"
+
+    @property
+    def is_set_aside(self) -> bool:
+        """Whether a repair takes the file out of the way."""
+        return self.remedy in ("aside", "repair")
 
 
 def verify(folder: RunFolder, *, decode: bool) -> tuple[RowCounts, list[Discrepancy]]:

@@ -65,6 +65,13 @@ def test_a_manifest_that_is_not_there_exits_3_with_its_path(tmp_path: Path) -> N
     assert done.returncode == 3 and "none.parquet" in done.stderr and done.stderr.count("\n") == 1
 
 
+def test_a_file_of_prompts_as_manifest_names_the_verb_that_reads_it(tmp_path: Path) -> None:
+    (tmp_path / "my prompts.csv").write_text("id,prompt\na,a cat\n")
+    done = fluxbatch("plan", f"manifest.path={tmp_path}/my prompts.csv")
+    assert done.returncode == 3
+    assert f"`python -m fluxbatch manifest from='{tmp_path}/my prompts.csv' to='my prompts.parquet'`" in done.stderr
+
+
 def test_plan_answers_for_people_and_for_scripts_and_writes_nothing(tmp_path: Path) -> None:
     out = f"output.dir={tmp_path}/run"
     began = time.monotonic()
@@ -83,8 +90,9 @@ def test_plan_exits_4_with_the_reasons_of_rejected_rows(tmp_path: Path) -> None:
     assert done.returncode == 4 and "null_prompt: 1" in done.stdout
 
 
-def test_a_reader_that_stops_early_gets_no_complaint() -> None:
-    command = f"{sys.executable} -m fluxbatch plan job=demo | true; exit ${{PIPESTATUS[0]}}"
+@pytest.mark.parametrize("words", ["plan job=demo", "--help"])
+def test_a_reader_that_stops_early_gets_no_complaint(words: str) -> None:
+    command = f"{sys.executable} -m fluxbatch {words} | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -41,6 +41,13 @@ def test_every_model_composes_and_passes_the_door(model: str) -> None:
     ("override", "sentence"),
     [
         ("model.dtpe=float16", "model.dtpe is not a setting; did you mean model.dtype?"),
+        (
+            "sampler.step=4",
+            "did you mean sampler.num_inference_steps or sampler.step_cache or sampler.step_cache_order?",
+        ),
+        ("seed=4", "seed is not a setting; did you mean sampler.seed?"),
+        ("guidance=4", "guidance is not a setting; did you mean model.guidance or sampler.guidance_scale?"),
+        ("job=nightly", "job must be one of demo, got 'nightly'; one of your own is FOLDER/job/nightly.yaml, named by"),
         ("+model.foo=1", "model.foo is not a setting"),
         ("+foo=1", "foo is not a setting"),
         ("manifest.columns.promt=x", "manifest.columns.promt is not a setting"),
@@ -184,7 +191,8 @@ def test_no_password_of_a_url_stands_in_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["foo"], "'foo' is not key=value"),
+        (["foo"], "'foo' is not key=value; was a value with a space left without quotes?"),
+        (["night.parquet"], "'night.parquet' is not key=value; did you mean manifest.path=night.parquet?"),
         (["--jsno"], "--jsno is not a flag; did you mean --json?"),
         (["--config-dir", "/nowhere", "job=demo"], "--config-dir must name a folder, got /nowhere"),
         (["output.image_format=png,jpeg"], "output.image_format must be one value, got png,jpeg; -m runs them"),

@@ -245,6 +245,21 @@ def test_rows_that_the_manifest_has_grown_by_are_planned_on_top(tmp_path: Path) 
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "m.parquet")
     answer = json.loads(command("plan", "--json", *settings).stdout)
     assert (answer["to_draw"], answer["run"]["rows_added"], answer["run"]["manifest_unchanged"]) == (2, 2, False)
+    assert "the manifest has changed since: a run draws added rows" in command("plan", *settings).stdout
+
+
+def test_a_default_that_has_changed_since_is_told_by_plan_as_a_run_refuses_it(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"id": ["a"], "prompt": ["p"]}), tmp_path / "m.parquet")
+    settings = [f"manifest.path={tmp_path}/m.parquet", f"output.dir={tmp_path}/run", "sampler.height=64"]
+    assert command(*settings, "sampler.num_inference_steps=4", script="tests/run_fake.py").returncode == 0
+    words = command("plan", *settings, "sampler.num_inference_steps=8").stdout
+    assert "sampler.num_inference_steps was 4, is 8: a run draws added rows and refuses others than planned" in words
+
+
+def test_a_manifest_without_an_accepted_row_has_no_shard_to_divide(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"id": ["a"], "prompt": ["p"], "height": [7]}), tmp_path / "m.parquet")
+    done = command("plan", f"manifest.path={tmp_path}/m.parquet")
+    assert done.returncode == 4 and "never divided" not in done.stdout
 
 
 def test_the_size_of_a_shard_that_is_still_being_made_when_all_is_drawn_is_remembered(

@@ -286,7 +286,7 @@ def test_an_edited_row_is_refused_with_its_id(job: Job):
     job.write(changed)
     with pytest.raises(ManifestError, match="4 planned rows were edited") as error:
         job.start()
-    assert "(id 'id-3' (prompt), 'id-5' (prompt), 'id-7' (prompt), 'id-9' (prompt))" in str(error.value)
+    assert "(id 'id-3', 'id-5', 'id-7', 'id-9' (prompt))" in str(error.value)
     assert job.files() == before
 
 

@@ -15,6 +15,8 @@ README = (TESTS.parent / "README.md").read_text()
 PACKAGE = TESTS.parent / "fluxbatch"
 STAND_INS = {  # no weights here, and small pictures
     "model=flux1_dev model.path=/models/FLUX.1-dev": "model=tiny",
+    "model=flux1_dev model.path=/models/flux1-dev-nvfp4.safetensors model.base=/models/FLUX.1-dev": "model=tiny",
+    "model.loras=[{path:/loras/ink.safetensors,weight:0.8}]": "model.loras=[]",
     "model=flux2_klein_4b model.path=/models/FLUX.2-klein-4B": "model=tiny",
     "sizes=1024x1024,768x1344": "sizes=64x64,64x96",
     "id=mug-1024x1024-s0": "id=mug-64x64-s0",

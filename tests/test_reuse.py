@@ -100,7 +100,7 @@ def test_job_and_report_say_what_became_of_the_rows(tmp_path: Path, capsys: pyte
     manifest(tmp_path / "m.parquet", seeded(next_night()))
     assert run_command(["plan", *today]) == 0
     said = capsys.readouterr().out
-    assert f"reused: 22 images of {tmp_path}/yesterday, where 1 more rows were\n" in said
+    assert f"reused: 22 images of {tmp_path}/yesterday; 1 row of it no longer in the manifest\n" in said
     assert "to render: 3 (1 changed, 1 added, 1 unwritten)\n" in said and "accepted: 25\n" in said
     assert not (tmp_path / "today").exists()
     do(today)
