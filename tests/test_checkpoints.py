@@ -35,6 +35,7 @@ from fluxbatch.models.checkpoints import convert
 from fluxbatch.models.checkpoints.names import groups
 from fluxbatch.models.checkpoints.nvfp4 import Order
 from fluxbatch.models.checkpoints.recognise import recognise
+from fluxbatch.models.lora import Loras
 
 ROWS = [row("a red circle", seed=1), row("two blue squares", seed=2)]
 BLOCKS = ("double_blocks", "single_blocks")
@@ -269,7 +270,7 @@ def test_names_and_rows_are_those_of_diffusers_own_converters(tmp_path: Path) ->
         layers = dict.fromkeys(key.rpartition(".")[0] for key in got)
         found = groups(checkpoint.modules, layers, family=family, naming="bfl", num_blocks=(2, 2))
         for group in found:
-            convert._fill(group, got, checkpoint, torch.device("cpu"), {})
+            convert._fill(group, got, checkpoint, torch.device("cpu"), Loras())
         assert all(torch.equal(got[key], want[key]) for key in want)
 
 
