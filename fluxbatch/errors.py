@@ -47,3 +47,8 @@ class Interrupted(FluxbatchError):
     """A signal or the deadline stopped the run; the same command goes on."""
 
     exit_code = EXIT_INTERRUPTED
+
+
+def symlink_refused(path: object) -> ConfigError:
+    """A link under a name of ours would be written through, or stand for ever in the way of what has that name."""
+    return ConfigError(f"output.dir must hold files of its own, but {path} is a symlink, which is not followed")

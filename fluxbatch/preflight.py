@@ -16,7 +16,7 @@ from pathlib import Path
 
 from fluxbatch import commit, estimate
 from fluxbatch.config import OutputConfig
-from fluxbatch.errors import ConfigError, FluxbatchError
+from fluxbatch.errors import ConfigError, FluxbatchError, symlink_refused
 from fluxbatch.folder import RunFolder
 from fluxbatch.left import Left
 from fluxbatch.objects import ObjectPath
@@ -75,13 +75,11 @@ def _probe_store(root: ObjectPath) -> None:
 
 
 def _refuse_symlinks(folder: RunFolder) -> None:
-    """A link under a name of ours would be written through, or stand for ever in the way of what has that name."""
+    """Of what stands in the folder itself and one level below; deeper ones are met where they are read."""
     for place in (folder.root, *folder.own_folders()):
         for entry in os.scandir(place) if place.is_dir() else ():
             if entry.is_symlink() and not entry.name.startswith(commit.TEMPORARY_PREFIX):
-                raise ConfigError(
-                    f"output.dir must hold files of its own, but {entry.path} is a symlink, which is not followed"
-                )
+                raise symlink_refused(entry.path)
 
 
 def _write(path: Path) -> None:

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from fluxbatch import commit, writers
 from fluxbatch.config import OutputConfig
-from fluxbatch.errors import FluxbatchError
+from fluxbatch.errors import FluxbatchError, symlink_refused
 from fluxbatch.folder import RunFolder
 from fluxbatch.records import Batch, BatchPlan, CompressedBatch, RowFailure, RowResult, ShardCommit, ShardPlan
 from fluxbatch.writers import StoredRow
@@ -74,6 +74,9 @@ def drawn_batches(folder: RunFolder, shard: int) -> list[int]:
 def committed_batches(folder: RunFolder, shard: int) -> set[int]:
     """The batches of a shard that have a sound part file. One that is cut or altered is deleted and does not count."""
     drawn = drawn_batches(folder, shard)
+    for path in (folder.batch(batch, shard) for batch in drawn):
+        if isinstance(path, Path) and path.is_symlink():
+            raise symlink_refused(path)
     return {batch for batch in drawn if _read_part(folder.batch(batch, shard)) is not None}
 
 

@@ -30,7 +30,7 @@ from fluxbatch.writers import StoredRow
 DECODED_TOGETHER = 64  # images in memory at a time
 NAMED_IDS = 3
 ADVICE = {
-    "run": "the same run command mends it",
+    "run": "run the job again with the same command, which mends it",
     "repair": "`verify --repair` sets it aside, and the same run command then makes its rows again",
     "aside": "move it away, or let `verify --repair` do so",
     "restore": "restore it from a copy, or move the whole folder away and start again",

@@ -320,7 +320,7 @@ def test_the_command_says_what_it_found_and_what_it_did(
     assert answer["set_aside"] == [{"file": "data/shard-00001.parquet", "now": "set_aside/data/shard-00001.parquet"}]
     assert (answer["pending"], answer["discrepancies"][0]["remedy"]) == (10, "repair")
     assert command.run_command(["verify", f"output.dir={folder.root}"]) == 0
-    assert "incomplete: 10 rows are pending; run the same command again" in capsys.readouterr().out
+    assert "incomplete: 10 rows are pending; the same run command makes them" in capsys.readouterr().out
 
 
 # Killed while repairing
