@@ -302,6 +302,7 @@ def _guidance(arguments: Mapping[str, Any], denoiser: Mapping[str, Any]) -> tupl
 
 ONLY = {  # what belongs to the FLUX families' own code
     "model.base": (None,),
+    "model.loras": ([],),
     "model.random_weights": (False,),
     "model.dtype": ("bfloat16", "float32"),
     "model.text_encoder_dtype": (None,),
@@ -309,6 +310,7 @@ ONLY = {  # what belongs to the FLUX families' own code
     "model.quantization": ("none",),
     "model.compile": ("off",),
     "model.residency": ("auto", "resident"),
+    "sampler.step_cache": ("off",),
 }
 
 
