@@ -121,8 +121,18 @@ def test_a_signal_reaches_every_process_and_none_is_started_again(
     monkeypatch.setattr(started._view, "look", look)
     with signals_to(started.forward):
         started.work()
-    assert [member.code for member in members] in ([75, 1], [75, 75])
+    assert [member.code for member in members] == [75, 75]
     assert members[0].starts == 1
+
+
+def test_a_process_that_a_signal_finds_before_it_listens_was_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    started, [member] = crew(tmp_path, monkeypatch, "sleep 60")
+    monkeypatch.setattr(started._view, "look", lambda: started.forward(signal.SIGTERM))
+    started.work()
+    assert (member.starts, member.code) == (1, 75)
+    assert "run.max_restarts" not in capfd.readouterr().err
 
 
 def test_a_process_whose_supervisor_is_gone_finds_its_input_closed() -> None:
@@ -146,19 +156,23 @@ def test_a_lost_gpu_is_told_to_a_supervisor_by_a_code_of_its_own(monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("codes", "pending", "expected"),
+    ("codes", "pending", "finished", "expected"),
     [
-        ([0, 0], 0, 0), ([1, 0], 0, 0), ([75, 1], 3, 1), ([6, 2, 75], 3, 2), ([3, 1], 3, 3), ([6, 75], 3, 6),
-        ([75, 0], 3, 75), ([0, 4], 3, 4),
+        ([0, 0], 0, True, 0), ([1, 0], 0, True, 0), ([75, 1], 3, False, 1), ([6, 2, 75], 3, False, 2),
+        ([3, 1], 3, False, 3), ([6, 75], 3, False, 6), ([75, 0], 3, False, 75), ([0, 4], 3, False, 4),
+        ([1, 0], 0, False, 1),  # the rows are there, and the disk had no room for the report
+        ([2, 2], 0, True, 2),  # other settings, on a folder that is complete
     ],
 )  # fmt: skip
-def test_a_complete_job_is_done_and_else_the_worst_code_counts(codes: list[int], pending: int, expected: int) -> None:
+def test_a_complete_job_is_done_and_else_the_worst_code_counts(
+    codes: list[int], pending: int, finished: bool, expected: int
+) -> None:
     from test_config import composed
 
     members = [Member(Seat("cpu"), Rank(place, len(codes)), code=code) for place, code in enumerate(codes)]
     counts = RowCounts(rows=9, written=9 - pending, failed=0, rejected=0, pending=pending)
     try:
-        code = supervisor._exit_code(members, counts, composed())
+        code = supervisor._exit_code(members, counts, composed(), finished=finished)
     except (CrewError, Interrupted) as error:
         code = error.exit_code
     assert code == expected
