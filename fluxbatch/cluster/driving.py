@@ -181,13 +181,24 @@ class RayDrawing:
             member.shard, member.failed = None, set()
             self._proven.add(member.node)
         elif answer.state == "stopped":
-            self._put_back(member, "it was stopped", dealer)
+            self._was_stopped(member, dealer, crew)
         elif answer.ends_job:
             assert answer.error is not None
             answer.error.add_note(f"{member.name}, shard {shard}")
             raise answer.error
         else:
             self._failed(event, dealer, crew)
+
+    def _was_stopped(self, member: Member, dealer: Dealer, crew: Crew) -> None:
+        """A worker that has stopped draws no more, whoever told it to; its place may be another copy's by now."""
+        assert member.shard is not None
+        self._share.look_again(self._share.plan.shard(member.shard))
+        dealer.take_back(member.shard)
+        member.shard = None
+        if not self._stop.requested():
+            log.warning("%s was stopped, and is let go", member.name)
+            crew.dismiss(member)
+            self._places.discard(member.rank)
 
     def _failed(self, event: Event, dealer: Dealer, crew: Crew) -> None:
         member, answer = event.member, event.answer
