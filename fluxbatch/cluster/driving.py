@@ -77,7 +77,12 @@ class RayDrawing:
         self._await_ledger(dealer.done)
         if dealer.given_up:
             raise FluxbatchError(dealer.sentence())
-        drawing.remember_rates(self._share, min(self._gpus, default=None))
+        self._remember()
+
+    def _remember(self) -> None:
+        """For this machine's next plan; workers keep what they measured on theirs. Rates of unlike GPUs are nobody's."""
+        if len(self._gpus) < 2:
+            drawing.remember_rates(self._share, min(self._gpus, default=None), rank=None)
 
     def _longest_first(self, work: list[ShardPlan]) -> list[int]:
         """By what the plan predicts of the batches that are left: a long shard must not be begun last."""
