@@ -128,7 +128,7 @@ class Crew:
         finally:
             for member in self._members:
                 _let_go(member)
-        self._view.look()
+        self._view.look(last=True)
 
     def _start(self, member: Member) -> None:
         with self._starting:

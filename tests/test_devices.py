@@ -113,7 +113,7 @@ def test_a_signal_reaches_every_process_and_none_is_started_again(
     started, members = crew(tmp_path, monkeypatch, patient.format(tmp_path), "kill -9 $$", max_restarts=10**9)
     until_up = iter(range(10**9))
 
-    def look() -> None:
+    def look(**_: bool) -> None:
         if next(until_up) == 1:
             until(lambda: list(tmp_path.glob("up-*")))
             os.kill(os.getpid(), signal.SIGTERM)
@@ -129,7 +129,7 @@ def test_a_process_that_a_signal_finds_before_it_listens_was_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     started, [member] = crew(tmp_path, monkeypatch, "sleep 60")
-    monkeypatch.setattr(started._view, "look", lambda: started.forward(signal.SIGTERM))
+    monkeypatch.setattr(started._view, "look", lambda **_: started.forward(signal.SIGTERM))
     started.work()
     assert (member.starts, member.code) == (1, 75)
     assert "run.max_restarts" not in capfd.readouterr().err

@@ -15,6 +15,8 @@ from s3_server import BUCKET, s3_server
 from test_run import do, manifest, rows, settings
 
 from fluxbatch import commit, config, preflight, process, report
+from fluxbatch.config import TelemetryConfig
+from fluxbatch.crew_view import CrewView
 from fluxbatch.errors import ConfigError, FluxbatchError
 from fluxbatch.folder import RunFolder
 from fluxbatch.lines import append_lines, lines_since, read_lines
@@ -207,6 +209,20 @@ def test_what_a_dead_upload_left_is_removed_by_the_next_start(tmp_path: Path) ->
         commit.replace_file(folder.data / name, b"half")
     assert do(on("memory:///left", tmp_path))[0].written == 12
     assert [path.name for path in folder.data.glob(".tmp-*")] == [live]
+
+
+def test_a_supervisor_asks_an_object_store_no_more_often_than_batch_logs_appear_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder, asked = run_folder("memory://watched"), list[str]()
+    children = ObjectStore.children
+    monkeypatch.setattr(ObjectStore, "children", lambda store, key: asked.append(key) or children(store, key))
+    with CrewView(folder, TelemetryConfig(progress="off")) as view:
+        for _ in range(20):
+            view.look()
+        assert len(asked) == 2, "at its start, and at the first look"
+        view.look(last=True)
+    assert len(asked) == 3
 
 
 def test_ledger_lines_of_many_objects_come_in_the_order_they_were_written() -> None:
