@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from fluxbatch.errors import ConfigError
@@ -47,7 +48,9 @@ def named(devices: Any) -> list[str]:
 
 
 def _visible(environ: Mapping[str, str]) -> list[str]:
-    return [name.strip() for name in environ[VISIBLE].split(",") if name.strip()]
+    """As CUDA reads it: up to the first name that is none. Schedulers write -1 or NoDevFiles where there is no GPU."""
+    names = (name.strip() for name in environ[VISIBLE].split(","))
+    return list(takewhile(lambda name: name.isdigit() or name.startswith(("GPU-", "MIG-")), names))
 
 
 def _counted(wanted: list[str], count: Callable[[], int]) -> range:

@@ -54,6 +54,8 @@ def test_a_list_counts_among_the_visible_gpus() -> None:
         ([1], {"CUDA_VISIBLE_DEVICES": "7"}, "must be below 1"),
         ([0, 0], {}, "run.devices must name a GPU once, got 0 twice"),
         ("all", {"CUDA_VISIBLE_DEVICES": ""}, "run.devices=all needs a GPU, and none is visible here"),
+        ("all", {"CUDA_VISIBLE_DEVICES": "-1"}, "run.devices=all needs a GPU, and none is visible here"),
+        ([1], {"CUDA_VISIBLE_DEVICES": "3,-1,4"}, "must be below 1"),
     ],
 )
 def test_devices_that_are_not_there_are_refused(wanted: object, environ: dict[str, str], sentence: str) -> None:

@@ -241,6 +241,7 @@ def test_ledger_lines_of_many_objects_come_in_the_order_they_were_written() -> N
         ("output=folder", "output must be parquet or webdataset where output.dir is an object store, got folder"),
         ("output.dir=ftp://host/run", "output.dir must be a folder or a URL of s3"),
         ("output.dir=s3://key:secret@bucket/run", "output.dir must hold no user, password or signature"),
+        ("output.dir=abfss://key:secret@bucket/run", "output.dir must hold no user, password or signature"),
         ("output.dir=s3://", "output.dir must name a bucket"),
         ("telemetry.loggers=[tensorboard]", "telemetry.loggers must be"),
     ],
@@ -249,6 +250,11 @@ def test_what_an_object_store_cannot_do_is_refused_with_its_key(tmp_path: Path, 
     with pytest.raises(ConfigError) as refused:
         do([*on("s3://bucket/run", tmp_path), override])
     assert told in str(refused.value) and "secret" not in str(refused.value)
+
+
+def test_the_container_in_an_azure_url_is_no_user() -> None:
+    url = "abfss://pictures@account.dfs.core.windows.net/run"
+    assert str(run_folder(url).root) == url
 
 
 def test_without_obstore_the_sentence_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
