@@ -31,6 +31,7 @@ from fluxbatch.planfile import RunPlan
 from fluxbatch.rates import Observed
 from fluxbatch.records import Bucket
 from fluxbatch.report import status, status_words
+from fluxbatch.share import Share
 
 BIG, SMALL = Bucket(2048, 2048, 50), Bucket(256, 256, 4)
 WORLD_SIZES = (1, 2, 3, 8, 64)
@@ -301,6 +302,25 @@ def test_a_revised_shard_of_our_own_that_a_dead_helper_left_is_made_and_that_of_
         owner = read_owner(folder.lease(0))
         assert helping._free(share, [1, 4, 7], owner) == [4, 7]
         assert helping._free(share, [1, 4, 7], owner | {"pid": os.getppid(), "process_started": None}) == [4]
+
+
+def test_who_waits_for_a_shards_file_waits_for_the_one_that_another_thread_waits_for_too() -> None:
+    """The thread that prefetches hands a shard over while the main thread is about to read the ledger."""
+    share, made = Share(*[None] * 6), threading.Event()  # type: ignore[arg-type]
+    share.settle = lambda shard: None  # type: ignore[method-assign]
+    share._settling = share._settler.submit(made.wait)
+    threads = [threading.Thread(target=share._settle_behind, args=(None,))]
+    threads[0].start()
+    until(lambda: share._settling is None)
+    threads.append(threading.Thread(target=share._wait_for_settling))
+    threads[1].start()
+    threads[1].join(0.2)
+    waits = threads[1].is_alive()
+    made.set()
+    for thread in threads:
+        thread.join()
+    share.__exit__(None)
+    assert waits
 
 
 def test_status_tells_of_one_job_and_of_ranks_that_are_not_there(tmp_path: Path) -> None:
