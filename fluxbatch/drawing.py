@@ -96,6 +96,7 @@ class Drawing:
         self._exit.close()
         if error is None and self._tellers is not None:
             self._peaks.say()
+            self._share.refresh()  # the last shard's file is still being made, and its size is remembered too
             remember_rates(self._share, device_name(self._load()), rank=self._share.rank.index)
             if self._truncated:
                 log.warning("%d prompts were longer than model.max_sequence_length=%d and cut; their rows say "

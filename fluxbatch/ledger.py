@@ -2,13 +2,15 @@
 
 A line names a file with its rows, bytes and sha256. For a folder shard that file is its `metadata.jsonl`, which holds
 the size and SHA-256 of each image beside it. A line with 0 bytes takes back the line of the same file and mtime_ns:
-the file was lost, and is to be made again.
+the file was lost, and is to be made again. A line holds the CRC of its own fields: one that was altered on the disk
+says nothing, and its shard, which is sound, is taken back by the next start.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 COLUMNS = [field.name for field in fields(ShardCommit)]
 COLUMN_TYPES = [str if name in ("file", "sha256") else int for name in COLUMNS]
+CRC = "crc32"
 STATS_TOGETHER = 16
 STATS_CHUNK = 64  # for one thread
 
@@ -56,13 +59,13 @@ class Ledger:
 
     def append(self, folder: RunFolder, rank: int, commits: list[ShardCommit]) -> None:
         """Write a shard's lines down, in one write."""
-        append_lines(folder.ledger(rank), [asdict(line) for line in commits])
+        append_lines(folder.ledger(rank), list(map(_record, commits)))
         commit.step("ledger", folder.ledger(rank))
         self._add(commits)
 
     def forget(self, folder: RunFolder, rank: int, lost: ShardCommit) -> None:
         """Take back the line of a file that is lost."""
-        append_lines(folder.ledger(rank), [asdict(replace(lost, rows=0, failed=0, bytes=0, sha256=""))])
+        append_lines(folder.ledger(rank), [_record(replace(lost, rows=0, failed=0, bytes=0, sha256=""))])
         self.commits[lost.shard] = tuple(line for line in self.commits[lost.shard] if line.file != lost.file)
 
     def complete(self, shard: ShardPlan) -> bool:
@@ -88,10 +91,19 @@ def _lines(path: Path) -> Iterator[ShardCommit]:
             yield line
 
 
+def _record(line: ShardCommit) -> dict[str, Any]:
+    record = asdict(line)
+    return {**record, CRC: _crc(list(record.values()))}
+
+
+def _crc(values: list[Any]) -> int:
+    return zlib.crc32(json.dumps(values).encode())
+
+
 def _line(record: dict[str, Any]) -> ShardCommit | None:
-    """A ledger line; None for a JSON object that is something else."""
+    """A ledger line; None for a JSON object that is something else, or was altered. Older ones have no CRC."""
     values = list(map(record.get, COLUMNS))
-    if list(map(type, values)) != COLUMN_TYPES:
+    if list(map(type, values)) != COLUMN_TYPES or record.get(CRC, _crc(values)) != _crc(values):
         return None
     line = ShardCommit(*values)  # type: ignore[arg-type]
     return line if shard_of(line.file) == line.shard else None

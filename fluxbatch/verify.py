@@ -156,7 +156,7 @@ class _Check:
         planned = shards.kept_ids(shard, self.plan.rows(shard))
         lacks = list(_row_faults(planned, held))
         if not lacks:
-            torn = "".join(f" ({place} is torn)" for place in self.torn[:1])
+            torn = "".join(f" ({place} is torn or altered)" for place in self.torn[:1])
             for file in () if is_drawn else files:
                 yield Discrepancy(file, f"stands without its ledger line, or another of its shard{torn}", "run")
         elif any(file.startswith("data/") for file in held):

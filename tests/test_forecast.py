@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from test_run import do
 
-from fluxbatch import estimate, forecast, rates, throughput
+from fluxbatch import estimate, forecast, rates, shards, throughput
 from fluxbatch.compose import with_config
 from fluxbatch.config import JobConfig
 from fluxbatch.estimate import Work
@@ -243,6 +245,25 @@ def test_rows_that_the_manifest_has_grown_by_are_planned_on_top(tmp_path: Path) 
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "m.parquet")
     answer = json.loads(command("plan", "--json", *settings).stdout)
     assert (answer["to_draw"], answer["run"]["rows_added"], answer["run"]["manifest_unchanged"]) == (2, 2, False)
+
+
+def test_the_size_of_a_shard_that_is_still_being_made_when_all_is_drawn_is_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slowly(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.5)
+        return compact(*args, **kwargs)
+
+    compact = shards.compact
+    monkeypatch.setattr(shards, "compact", slowly)
+    rows = [{"id": f"r{n}", "prompt": "p", "height": 64, "width": 64, "seed": n} for n in range(8)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "m.parquet")
+    do([f"manifest.path={tmp_path}/m.parquet", "plan.batch_size=2", f"output.dir={tmp_path}/a"])
+    answer = json.loads(
+        command("plan", "--json", f"manifest.path={tmp_path}/m.parquet", f"output.dir={tmp_path}/b").stdout
+    )
+    written = sum(path.stat().st_size for path in (tmp_path / "a" / "data").iterdir())
+    assert answer["image_bytes"] == pytest.approx(written, rel=0.01)
 
 
 def test_a_price_below_nothing_is_refused(tmp_path: Path) -> None:

@@ -51,6 +51,12 @@ def test_the_last_line_of_a_file_counts_and_all_ranks_are_read(folder: RunFolder
     assert set(Ledger.read(folder).commits) == {0, 1}
 
 
+def test_a_line_of_a_ledger_without_sums_is_read(folder: RunFolder) -> None:
+    folder.ledgers.mkdir(parents=True)
+    folder.ledger(0).write_text(json.dumps(asdict(LINE)) + "\n")
+    assert Ledger.read(folder).commits == {0: (LINE,)}
+
+
 def test_br35_a_torn_second_line_leaves_the_shard_open(folder: RunFolder) -> None:
     plan = FakePlan(["a", "b"])
     done(folder, plan, failing=("a",))

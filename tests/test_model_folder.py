@@ -216,7 +216,7 @@ def test_a_negative_prompt_that_would_be_dropped_is_rejected(surveyed: Callable[
 
 def test_nothing_of_a_pipeline_is_compiled_ahead(tmp_path: Path) -> None:
     cfg = composed("manifest.path=m.parquet", "model=diffusers", f"model.path={write(tmp_path, SD3)}")
-    with pytest.raises(ConfigError, match="model.compile must be off for model=diffusers, got aot"):
+    with pytest.raises(ConfigError, match=r"model\.compile must be off for model=diffusers, got aot"):
         verbs.compile(cfg)
 
 

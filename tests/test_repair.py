@@ -227,6 +227,23 @@ def test_a_torn_ledger_line_is_named_with_its_shard_and_a_run_takes_the_shard_ov
     sound(folder.root)
 
 
+@pytest.mark.parametrize("column", ["rows", "bytes", "sha256", "mtime_ns", "crc32"])
+def test_an_altered_ledger_line_blames_no_sound_shard(
+    tmp_path: Path, cut_run: Callable[..., RunFolder], column: str
+) -> None:
+    folder = cut_run("parquet")
+    before = data_files(folder.root)
+    lines = [json.loads(line) for line in folder.ledger(0).read_bytes().splitlines()]
+    lines[1][column] = "0" * 64 if column == "sha256" else lines[1][column] + 1
+    folder.ledger(0).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    [fault] = verify(folder, decode=True)[1]
+    assert "ledger/rank-00000.jsonl line 2 is torn or altered" in fault.message and ADVICE["run"] in fault.message
+    assert repair(folder, decode=True) == []
+    assert do(settings(tmp_path))[1] == 0
+    assert data_files(folder.root) == before
+    sound(folder.root)
+
+
 def test_a_shard_that_went_with_its_ledger_line_is_missed_once_the_job_was_complete(
     tmp_path: Path, cut_run: Callable[..., RunFolder]
 ) -> None:

@@ -80,7 +80,7 @@ class RayDrawing:
         self._remember()
 
     def _remember(self) -> None:
-        """For this machine's next plan; workers keep what they measured on theirs. Rates of unlike GPUs are nobody's."""
+        """For this machine's next plan; workers keep what they measured on theirs. Those of unlike GPUs are of none."""
         if len(self._gpus) < 2:
             drawing.remember_rates(self._share, min(self._gpus, default=None), rank=None)
 
