@@ -304,9 +304,7 @@ def _memory_lines(memory: Mapping[str, Any] | None) -> list[str]:
 # What this run measured, for the plans of others.
 
 
-def remember_rates(
-    folder: RunFolder, plan: RunPlan, cfg: JobConfig, *, device: str | None, rank: int | None
-) -> None:
+def remember_rates(folder: RunFolder, plan: RunPlan, cfg: JobConfig, *, device: str | None, rank: int | None) -> None:
     """Keep the rates and sizes of a rank's log, or of all, where later plans look for them."""
     rates.remember(cfg, device=device or CPU, observed=_observe(folder, plan, cfg, rank=rank))
 

@@ -300,7 +300,7 @@ def _guidance(arguments: Mapping[str, Any], denoiser: Mapping[str, Any]) -> tupl
 
 # --- settings ---------------------------------------------------------------------------------------------------------
 
-ONLY = {  # what belongs to the FLUX families' own code
+ONLY: dict[str, tuple[Any, ...]] = {  # what belongs to the FLUX families' own code
     "model.base": (None,),
     "model.loras": ([],),
     "model.random_weights": (False,),
