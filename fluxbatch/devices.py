@@ -28,7 +28,7 @@ def seats(devices: Any, environ: Mapping[str, str], *, count: Callable[[], int])
     many GPUs there are where it is not.
     """
     wanted = named(devices)
-    visible = _visible(environ) if VISIBLE in environ else [str(index) for index in _counted(wanted, count)]
+    visible = visible_gpus(environ) if VISIBLE in environ else [str(index) for index in _counted(wanted, count)]
     if wanted == ["all"]:
         if not visible:
             raise ConfigError("run.devices=all needs a GPU, and none is visible here; run.devices=[cpu,cpu] works too")
@@ -47,8 +47,8 @@ def named(devices: Any) -> list[str]:
     return [str(word).strip() for word in words]
 
 
-def _visible(environ: Mapping[str, str]) -> list[str]:
-    """As CUDA reads it: up to the first name that is none. Schedulers write -1 or NoDevFiles where there is no GPU."""
+def visible_gpus(environ: Mapping[str, str]) -> list[str]:
+    """As CUDA reads its variable: up to the first name that is none, as -1 and NoDevFiles, which schedulers write."""
     names = (name.strip() for name in environ[VISIBLE].split(","))
     return list(takewhile(lambda name: name.isdigit() or name.startswith(("GPU-", "MIG-")), names))
 

@@ -182,7 +182,7 @@ def _num_ranks(cfg: JobConfig) -> int:
     """As the settings tell; of `run.devices=all` what CUDA_VISIBLE_DEVICES names, for no driver is asked here."""
     words = [] if cfg.run.devices is None else devices.named(cfg.run.devices)
     if words == ["all"]:
-        words = os.environ.get(devices.VISIBLE, "0").split(",")
+        words = devices.visible_gpus(os.environ) if devices.VISIBLE in os.environ else []
     return (cfg.run.world_size or 1) * max(1, len(words))
 
 
