@@ -1,7 +1,9 @@
 """Every output, opened by each library that people open such data with: all rows, their columns, their pixels."""
 
+import importlib
 import io
 import json
+import sys
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -71,9 +73,26 @@ def parquet_with_duckdb(folder: Path) -> Iterator[Row]:
         yield row, opened(row["image"])
 
 
+def ray_data() -> Any:
+    """Ray Data on a small Ray of its own, which the fixture `no_ray_is_left` ends."""
+    ray = pytest.importorskip("ray", reason="Ray is not installed")
+    if not ray.is_initialized():
+        ray.init(
+            num_cpus=1, object_store_memory=80 * 2**20, include_dashboard=False, log_to_driver=False,
+            logging_level="ERROR",
+        )  # fmt: skip
+    return importlib.import_module("ray.data")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_ray_is_left() -> Iterator[None]:
+    yield
+    if "ray" in sys.modules:
+        sys.modules["ray"].shutdown()
+
+
 def parquet_with_ray(folder: Path) -> Iterator[Row]:
-    ray = pytest.importorskip("ray.data", reason="Ray Data is not installed")
-    for row in ray.read_parquet(str(folder / "data")).take_all():
+    for row in ray_data().read_parquet(str(folder / "data")).take_all():
         yield row, opened(row["image"]["bytes"])
 
 
@@ -96,8 +115,7 @@ def tar_with_tarfile_and_pillow(folder: Path) -> Iterator[Row]:
 
 
 def tar_with_ray(folder: Path) -> Iterator[Row]:
-    ray = pytest.importorskip("ray.data", reason="Ray Data is not installed")
-    for row in ray.read_webdataset(str(folder / "data"), decoder=False).take_all():
+    for row in ray_data().read_webdataset(str(folder / "data"), decoder=None).take_all():
         yield json.loads(row["json"]), opened(row.get("png") or row["webp"])
 
 

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from fake_model import FakeModel
 
-from fluxbatch import config, metrics, run
+from fluxbatch import config, drawing, metrics, run
 from fluxbatch.compose import with_config
 
 TENTHS = 10
@@ -72,7 +72,7 @@ def main(folder: Path, batches: int, overrides: list[str]) -> None:
     rows = {"id": ids, "prompt": [f"a picture of {name}" for name in ids]}
     pq.write_table(pa.table(rows), folder / "m.parquet")
     Watcher.batches = batches
-    run.MetricsLog = Watcher  # type: ignore[misc]
+    drawing.MetricsLog = Watcher  # type: ignore[misc]
     settings = [f"manifest.path={folder}/m.parquet", f"output.dir={folder}/run", "plan.batch_size=1",
                 "sampler.height=16", "sampler.width=16", "sampler.num_inference_steps=1", "telemetry.progress=off",
                 *overrides]  # fmt: skip
