@@ -9,6 +9,7 @@ import contextlib
 import json
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from fluxbatch.folder import RunFolder
 from fluxbatch.ledger import Ledger, row_counts
 from fluxbatch.left import left_in_folder
 from fluxbatch.lines import end_of, lines_since
+from fluxbatch.metrics import OBJECT_LOG_S
+from fluxbatch.objects import ObjectPath
 from fluxbatch.planfile import RunPlan
 from fluxbatch.progress import Progress, one_line
 from fluxbatch.records import RowCounts
@@ -31,6 +34,9 @@ class CrewView:
     def __init__(self, folder: RunFolder, cfg: TelemetryConfig) -> None:
         self._folder, self._cfg = folder, cfg
         self._read: dict[Path, int] = {path: end_of(path) for path in self._logs()}
+        # Each look at an object store is a request a rank, which is paid for, and finds nothing between two objects.
+        self._every_s = OBJECT_LOG_S if isinstance(folder.root, ObjectPath) else 0.0
+        self._look_next_s = 0.0
         self._progress: Progress | None = None
         self._exit = contextlib.ExitStack()
         self._writing = threading.Lock()
@@ -48,8 +54,11 @@ class CrewView:
             else:
                 print(one_line(text), file=sys.stderr, flush=True)
 
-    def look(self) -> None:
+    def look(self, *, last: bool = False) -> None:
         """Count the batches that were finished since the last look."""
+        if not last and time.monotonic() < self._look_next_s:
+            return
+        self._look_next_s = time.monotonic() + self._every_s
         lines = [line for path in self._logs() for line in self._new_lines(path)]
         with self._writing:
             if self._progress is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from fluxbatch.errors import ConfigError
@@ -27,7 +28,7 @@ def seats(devices: Any, environ: Mapping[str, str], *, count: Callable[[], int])
     many GPUs there are where it is not.
     """
     wanted = named(devices)
-    visible = _visible(environ) if VISIBLE in environ else [str(index) for index in _counted(wanted, count)]
+    visible = visible_gpus(environ) if VISIBLE in environ else [str(index) for index in _counted(wanted, count)]
     if wanted == ["all"]:
         if not visible:
             raise ConfigError("run.devices=all needs a GPU, and none is visible here; run.devices=[cpu,cpu] works too")
@@ -46,8 +47,10 @@ def named(devices: Any) -> list[str]:
     return [str(word).strip() for word in words]
 
 
-def _visible(environ: Mapping[str, str]) -> list[str]:
-    return [name.strip() for name in environ[VISIBLE].split(",") if name.strip()]
+def visible_gpus(environ: Mapping[str, str]) -> list[str]:
+    """As CUDA reads its variable: up to the first name that is none, as -1 and NoDevFiles, which schedulers write."""
+    names = (name.strip() for name in environ[VISIBLE].split(","))
+    return list(takewhile(lambda name: name.isdigit() or name.startswith(("GPU-", "MIG-")), names))
 
 
 def _counted(wanted: list[str], count: Callable[[], int]) -> range:

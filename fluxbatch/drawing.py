@@ -97,7 +97,7 @@ class Drawing:
         if error is None and self._tellers is not None:
             self._peaks.say()
             self._share.refresh()  # the last shard's file is still being made, and its size is remembered too
-            remember_rates(self._share, device_name(self._load()))
+            remember_rates(self._share, device_name(self._load()), rank=self._share.rank.index)
             if self._truncated:
                 log.warning("%d prompts were longer than model.max_sequence_length=%d and cut; their rows say "
                             "truncated", self._truncated, self._share.cfg.model.max_sequence_length)  # fmt: skip
@@ -192,10 +192,10 @@ def tell_prometheus(folder: RunFolder, cfg: JobConfig) -> None:
         log.warning("telemetry.prometheus_textfile %s: %s", cfg.telemetry.prometheus_textfile, error.strerror)
 
 
-def remember_rates(share: Share, device: str | None) -> None:
-    """Keep what was measured on this kind of GPU, for later estimates."""
+def remember_rates(share: Share, device: str | None, *, rank: int | None) -> None:
+    """Keep what a rank, or all, measured on this kind of GPU, for later estimates."""
     try:
-        forecast.remember_rates(share.folder, share.plan, share.cfg, device=device, rank=share.rank.index)
+        forecast.remember_rates(share.folder, share.plan, share.cfg, device=device, rank=rank)
     except OSError as error:  # the next plan's estimate is worth no job
         log.warning("%s: what was measured cannot be kept: %s", error.filename, error.strerror)
 

@@ -183,7 +183,7 @@ def _num_ranks(cfg: JobConfig) -> int:
     """As the settings tell; of `run.devices=all` what CUDA_VISIBLE_DEVICES names, for no driver is asked here."""
     words = [] if cfg.run.devices is None else devices.named(cfg.run.devices)
     if words == ["all"]:
-        words = os.environ.get(devices.VISIBLE, "0").split(",")
+        words = devices.visible_gpus(os.environ) if devices.VISIBLE in os.environ else []
     return (cfg.run.world_size or 1) * max(1, len(words))
 
 
@@ -307,8 +307,8 @@ def _memory_lines(memory: Mapping[str, Any] | None) -> list[str]:
 # What this run measured, for the plans of others.
 
 
-def remember_rates(folder: RunFolder, plan: RunPlan, cfg: JobConfig, *, device: str | None, rank: int) -> None:
-    """Keep the rates and sizes of a rank's log where later plans look for them."""
+def remember_rates(folder: RunFolder, plan: RunPlan, cfg: JobConfig, *, device: str | None, rank: int | None) -> None:
+    """Keep the rates and sizes of a rank's log, or of all, where later plans look for them."""
     rates.remember(cfg, device=device or CPU, observed=_observe(folder, plan, cfg, rank=rank))
 
 

@@ -12,7 +12,7 @@ import logging
 import numpy as np
 
 from fluxbatch import deal
-from fluxbatch.lease import Owner, holds_lease, is_live, read_owner, seen_owners
+from fluxbatch.lease import Owner, holds_lease, is_live, is_same_owner, read_owner, seen_owners
 from fluxbatch.share import Share
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def next_shards(share: Share) -> list[int]:
 def _free(share: Share, indices: list[int], owner: Owner) -> list[int]:
     """Of the shards of a rank, those that are open and in nobody's hands."""
     found = [index for index in indices if not share.ledger.complete(share.plan.shard(index))]
-    if is_live(owner) and owner != share.lease.record:
+    if is_live(owner) and not is_same_owner(owner, share.lease.record):
         # It may be clearing up behind a redo just now.
         found = [index for index in found if index not in share.plan.revisions]
     return [index for index in found if index not in share.begun and not _is_claimed(share, index)]

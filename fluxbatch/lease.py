@@ -78,7 +78,7 @@ class Lease:
     def take(self, path: Path) -> Owner | None:
         """Take another place under locks/, worth as much as its owner's lease. None: it is ours; else whose."""
         owner = occupy(path, self.record, gives_way=lambda owner: not holds_lease(self._folder, owner))
-        if owner and not _is_same_owner(owner, self.record):
+        if owner and not is_same_owner(owner, self.record):
             return owner
         self._taken.add(path)
         return None
@@ -97,7 +97,7 @@ class Lease:
     def beat(self) -> None:
         """Say that we live; one that was started again in our place is told of and left alone."""
         owner = read_owner(self._path)
-        if _is_same_owner(owner, self.record):
+        if is_same_owner(owner, self.record):
             commit.replace_file(self._path, _content(self.record), durable=False)
         elif owner and _is_restart(owner, of=self.record):
             self._superseded(f"this job was started again ({who(owner)})")
@@ -130,7 +130,7 @@ def occupy(path: Path, record: Owner, *, gives_way: Callable[[Owner], bool]) -> 
 
 def _leave(path: Path, record: Owner) -> None:
     """Remove a file of ours; one that is another's by now stays."""
-    if _is_same_owner(read_owner(path), record):
+    if is_same_owner(read_owner(path), record):
         path.unlink(missing_ok=True)
 
 
@@ -182,7 +182,7 @@ def is_live(owner: Owner) -> bool:
 def holds_lease(folder: RunFolder, owner: Owner) -> bool:
     """Whether the owner of another file under locks/ still holds its rank's lease, and lives."""
     lease = read_owner(folder.lease(int(owner.get("rank", 0))))
-    return lease is not None and _is_same_owner(owner, lease) and is_live(lease)
+    return lease is not None and is_same_owner(owner, lease) and is_live(lease)
 
 
 def read_owner(path: Path) -> Owner | None:
@@ -198,7 +198,8 @@ def _content(record: Owner) -> bytes:
     return json.dumps(record | {"heartbeat": time.time()}).encode()
 
 
-def _is_same_owner(owner: Owner | None, record: Owner) -> bool:
+def is_same_owner(owner: Owner | None, record: Owner) -> bool:
+    """Whether both tell of one process: a record in a file has a heartbeat beside."""
     keys = ("host", "pid", "process_started")
     return owner is not None and all(owner.get(key) == record[key] for key in keys)
 

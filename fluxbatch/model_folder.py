@@ -1,34 +1,24 @@
 """What a pipeline's folder in diffusers' layout says of itself: sizes, guidance, defaults; settings are made of it.
 
-Reads JSON, and diffusers' own source text for the arguments of the pipeline's call; imports neither diffusers nor
-torch, so that a plan knows what a run will refuse. Opens no weights.
+Reads JSON and imports neither diffusers nor torch, so that a plan knows what a run will refuse. Opens no weights.
 """
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 from fluxbatch.config import JobConfig, ModelConfig, PlanConfig, setting
 from fluxbatch.errors import ConfigError, FluxbatchError
+from fluxbatch.pipeline_call import call_of
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-REQUIRED = object()  # in place of an argument's default
-NEEDED = ("prompt", "height", "width", "num_inference_steps", "generator", "output_type")
-CALLBACKS = ("callback_on_step_end", "callback")  # the new way to be told of each step, and the old one
-OTHER_TASKS = re.compile(
-    "Img2Img|Inpaint|Edit|Control|Fill|Redux|Kontext|Upscale|Refiner|SuperResolution|Adapter|Pix2Pix|GLIGEN|Video|Audio|"
-    "Layered|LDM3D|Prior|Decoder|Onnx"
-)
 VOLATILE = ("_diffusers_version", "_name_or_path", "transformers_version")  # of a settings file, not of a model
 
 # Shown by tests/test_whole.py to draw a row the same, whoever shares its launch: their text encoders pad to a fixed
@@ -113,7 +103,7 @@ def _snapshot(cfg: ModelConfig, *, weights: bool) -> Path:
 def _facts(folder: Path, place: str) -> PipelineFacts:
     index = _index(folder, place)
     name = index["_class_name"]
-    arguments = _call_of(name, place)
+    arguments = call_of(name, place)
     denoiser, vae = (_settings(folder, part, place) for part in (_denoiser(index, place), "vae"))
     pixels = _latent_pixels(vae, place)
     guidance, key = _guidance(arguments, denoiser)
@@ -224,63 +214,7 @@ def _side(arguments: Mapping[str, Any], denoiser: Mapping[str, Any], axis: int, 
     return said or (latents * pixels if latents else 1024)
 
 
-# --- the call, read from diffusers' source ----------------------------------------------------------------------------
-
-
-def _call_of(name: str, place: str) -> dict[str, Any]:
-    """The arguments of the pipeline's call with their defaults, where it is a call from text to images."""
-    arguments = call_arguments(name)
-    if arguments is None:
-        raise ConfigError(f"model.path={place}: {name} is no pipeline of the diffusers that is installed here")
-    lacking = [argument for argument in NEEDED if argument not in arguments]
-    lacking += [] if any(way in arguments for way in CALLBACKS) else [CALLBACKS[0]]
-    asks = [argument for argument, default in arguments.items() if default is REQUIRED and argument != "prompt"]
-    if OTHER_TASKS.search(name) or lacking or asks or "num_frames" in arguments:
-        why = "by its name it does something else"
-        why = f"its call asks for {asks[0]}" if asks else why
-        why = f"its call has no {lacking[0]}" if lacking else why
-        raise ConfigError(f"model.path={place}: {name} must be a pipeline from text to images: {why}")
-    return arguments
-
-
-@cache
-def call_arguments(name: str) -> dict[str, Any] | None:
-    """Arguments of `name.__call__` in the installed diffusers; None where it has no such class. Nothing is imported."""
-    found = _class(name)
-    if found is None:
-        return None
-    for node in found.body:
-        if isinstance(node, ast.FunctionDef) and node.name == "__call__":
-            return dict(_defaults(node.args))
-    bases = [call_arguments(base.id) for base in found.bases if isinstance(base, ast.Name)]
-    return next((base for base in bases if base), {})
-
-
-def _class(name: str) -> ast.ClassDef | None:
-    spec = PathFinder.find_spec("diffusers")
-    if spec is None or spec.origin is None:
-        return None
-    head = f"class {name}("
-    for path in sorted((Path(spec.origin).parent / "pipelines").rglob("pipeline*.py")):
-        source = path.read_text(encoding="utf-8")
-        if head in source:
-            return next(n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == name)
-    return None
-
-
-def _defaults(arguments: ast.arguments) -> Iterator[tuple[str, Any]]:
-    names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)][1:]
-    required = len(names) - len(arguments.defaults)
-    yield from zip(names, [REQUIRED] * required + [_literal(default) for default in arguments.defaults], strict=True)
-    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        yield argument.arg, REQUIRED if default is None else _literal(default)
-
-
-def _literal(node: ast.expr) -> Any:
-    try:
-        return ast.literal_eval(node)
-    except ValueError:
-        return None  # a name, which stands for nothing that is read here
+# --- guidance ---------------------------------------------------------------------------------------------------------
 
 
 def _guidance(arguments: Mapping[str, Any], denoiser: Mapping[str, Any]) -> tuple[str, str | None]:
@@ -300,8 +234,9 @@ def _guidance(arguments: Mapping[str, Any], denoiser: Mapping[str, Any]) -> tupl
 
 # --- settings ---------------------------------------------------------------------------------------------------------
 
-ONLY = {  # what belongs to the FLUX families' own code
+ONLY: dict[str, tuple[Any, ...]] = {  # what belongs to the FLUX families' own code
     "model.base": (None,),
+    "model.loras": ([],),
     "model.random_weights": (False,),
     "model.dtype": ("bfloat16", "float32"),
     "model.text_encoder_dtype": (None,),
@@ -309,6 +244,7 @@ ONLY = {  # what belongs to the FLUX families' own code
     "model.quantization": ("none",),
     "model.compile": ("off",),
     "model.residency": ("auto", "resident"),
+    "sampler.step_cache": ("off",),
 }
 
 

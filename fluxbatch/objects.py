@@ -18,6 +18,7 @@ from fluxbatch.errors import ConfigError
 from fluxbatch.object_store import ObjectStore, Stat
 
 SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "memory")
+ACCOUNT_IN_HOST = ("abfs", "abfss")  # abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/...
 URL = re.compile(r"([a-z][a-z0-9+.-]+)://(.*)", re.DOTALL)
 
 
@@ -143,7 +144,9 @@ def as_place(text: str, *, key: str) -> Path | ObjectPath:
         return Path("/" + rest.lstrip("/"))
     if scheme not in SCHEMES:
         raise ConfigError(f"{key} must be a folder or a URL of {', '.join(SCHEMES)}, got {scheme}://...")
-    if "@" in rest.split("/")[0] or "?" in rest:
+    user, at, _ = rest.partition("/")[0].rpartition("@")
+    holds_user = at and (scheme not in ACCOUNT_IN_HOST or ":" in user)
+    if holds_user or "?" in rest:
         raise ConfigError(f"{key} must hold no user, password or signature: credentials come from the environment")
     if not rest.strip("/") and scheme != "memory":
         raise ConfigError(f"{key} must name a bucket, got {text!r}")

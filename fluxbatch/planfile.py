@@ -47,10 +47,6 @@ class PlanFile:
     settings: dict[str, Any] | None  # output-affecting ones, from this part on
     reuse: dict[str, Any] | None  # the earlier run that this part was compared with; `taken`: its images are these rows
 
-    @property
-    def is_redo(self) -> bool:
-        return self.part.kind == "redo"
-
 
 class RunPlan:
     """The plan of a run folder. Reads footers until rows are asked for, then the row groups that hold them."""

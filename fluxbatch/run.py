@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from fluxbatch import commit, config, deal, forecast, helping, ledger, preflight, process, ranks, report
-from fluxbatch.batch_size import Machine, MeasuredSizes
+from fluxbatch.batch_size import Machine, MeasuredSizes, RememberedSizes
 from fluxbatch.cluster import require_ray
 from fluxbatch.config import JobConfig, RunConfig
 from fluxbatch.drawing import Drawing, LoadModel, launches_of, own_device, settle_packages, tell_prometheus
@@ -141,7 +141,11 @@ def _prepared(share: Share, loaded: Callable[[], AnyModel]) -> AnyModel:
 
 
 def _size_of(cfg: JobConfig, rank: Rank, model: Callable[[], AnyModel], stop: Stop) -> SizeOf:
-    """Batch sizes for rows that are new: measured on a GPU, by rule elsewhere. Nothing is loaded until it is asked."""
+    """Batch sizes for rows that are new: measured on a GPU, by rule elsewhere. Nothing is loaded until it is asked.
+
+    A plan that is made ahead of the GPUs takes what one of them was measured to do before.
+    """
+    remembered = RememberedSizes(cfg)
 
     @functools.cache
     def measured() -> MeasuredSizes | None:
@@ -163,7 +167,7 @@ def _size_of(cfg: JobConfig, rank: Rank, model: Callable[[], AnyModel], stop: St
         return meter()(bucket, size)
 
     def size_of(bucket: Bucket, num_rows: int) -> int:
-        sizes = measured()
+        sizes = measured() or (remembered if cfg.run.plan_only else None)
         return sizes(bucket, num_rows) if sizes else batch_size(bucket, cfg.plan, num_rows=num_rows)
 
     return size_of

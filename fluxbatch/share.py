@@ -51,7 +51,7 @@ class Share:
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="fluxbatch-settle")
     )
     _settling: Future[None] | None = None
-    _handing_over: threading.Lock = field(default_factory=threading.Lock)  # main thread and prefetch hand shards over
+    _handing_over: threading.RLock = field(default_factory=threading.RLock)  # by main thread and prefetch
     _attempts: dict[int, dict[str, int]] = field(default_factory=dict)  # plan part -> its rows' attempts before it
 
     def open(self, indices: Iterable[int]) -> list[ShardPlan]:
@@ -269,9 +269,10 @@ class Share:
             self._settling = self._settler.submit(self.settle, shard)
 
     def _wait_for_settling(self) -> None:
-        if self._settling is not None:
-            settling, self._settling = self._settling, None
-            settling.result()
+        with self._handing_over:
+            if self._settling is not None:
+                settling, self._settling = self._settling, None
+                settling.result()
 
     def __enter__(self) -> Self:
         return self

@@ -69,16 +69,16 @@ class Member:
 def supervise(cfg: JobConfig) -> tuple[RowCounts, int]:
     """Run the job on all devices of `run.devices`. Returns the rows by state, and the exit code.
 
-    A complete job ends with 0 or 4, whatever became of a process on the way. Otherwise the worst code of the ranks is
-    raised as an error: 2, 3, 1, 6, 75, in this order.
+    A job that is complete, its report and _SUCCESS too, ends with 0 or 4 if any rank did, whatever became of another
+    one on the way. Otherwise the worst code of the ranks is raised as an error: 2, 3, 1, 6, 75, in this order.
     """
-    members = _members(cfg)
-    with CrewView(RunFolder(config.output_dir(cfg)), cfg.telemetry) as view:
+    members, folder = _members(cfg), RunFolder(config.output_dir(cfg))
+    with CrewView(folder, cfg.telemetry) as view:
         crew = Crew(members, view, max_restarts=cfg.run.max_restarts)
         with signals_to(crew.forward):
             crew.work()
         counts = view.counts()
-    return counts, _exit_code(members, counts, cfg)
+    return counts, _exit_code(members, counts, cfg, finished=folder.success.exists())
 
 
 def _members(cfg: JobConfig) -> list[Member]:
@@ -128,7 +128,7 @@ class Crew:
         finally:
             for member in self._members:
                 _let_go(member)
-        self._view.look()
+        self._view.look(last=True)
 
     def _start(self, member: Member) -> None:
         with self._starting:
@@ -162,7 +162,9 @@ class Crew:
             return
         code = member.process.returncode
         _let_go(member)
-        if _may_start_again(code) and not self._stopping and member.starts <= self._max_restarts:
+        if _may_start_again(code) and self._stopping:
+            member.code = EXIT_INTERRUPTED  # also one that the signal found before it could listen
+        elif _may_start_again(code) and member.starts <= self._max_restarts:
             self._view.note(f"[rank {member.rank.index}] {_end(code)} on {member.seat.name}: started again")
             self._start(member)
         else:
@@ -200,10 +202,10 @@ def _let_go(member: Member) -> None:
         member.threads.clear()
 
 
-def _exit_code(members: Sequence[Member], counts: RowCounts, cfg: JobConfig) -> int:
+def _exit_code(members: Sequence[Member], counts: RowCounts, cfg: JobConfig, *, finished: bool) -> int:
     codes = [EXIT_FATAL if member.code is None else member.code for member in members]
     worst = min(codes, key=WORST_FIRST.index)
-    if counts.rows and counts.pending == 0:
+    if finished and counts.pending == 0 and not {EXIT_DONE, EXIT_ROW_ERRORS}.isdisjoint(codes):
         return EXIT_ROW_ERRORS if counts.rejected + counts.failed and cfg.run.fail_on_row_errors else EXIT_DONE
     if worst in (EXIT_DONE, EXIT_ROW_ERRORS):
         return worst

@@ -80,7 +80,7 @@ def compile(cfg: JobConfig) -> Answer:
     from fluxbatch.run import prepare_launches
 
     _require_manifest(cfg)
-    cfg = replace(cfg, model=replace(cfg.model, compile="aot"))
+    cfg = _settled(replace(cfg, model=replace(cfg.model, compile="aot")))
     prepared = prepare_launches(cfg)
     made, found = ([str(package.path) for package in packages] for packages in (prepared.made, prepared.found))
     lines = [f"compiled: {len(made)}", *(f"  {path}" for path in made)]

@@ -19,6 +19,7 @@ from fluxbatch.errors import Interrupted
 from fluxbatch.folder import RunFolder
 from fluxbatch.pipeline import measure
 from fluxbatch.planfile import RunPlan
+from fluxbatch.ranks import Rank
 from fluxbatch.records import Bucket, LaunchCost
 
 SQUARE = Bucket(512, 512, 4)  # the rule launches 16
@@ -99,6 +100,16 @@ def test_few_rows_are_not_worth_a_measurement_but_use_what_is_known():
 def test_a_number_is_never_measured():
     cfg = settings(batch_size=3)
     assert run._size_of(cfg, None, pytest.fail, None)(SQUARE, MANY) == 3  # type: ignore[arg-type]
+
+
+def test_a_plan_ahead_of_the_gpus_takes_what_one_was_measured_to_do(monkeypatch: pytest.MonkeyPatch):
+    cfg = settings()
+    MeasuredSizes(cfg, H200, ScriptedGpu({1: 10.0, 2: 15.0, 4: 15.1}))(SQUARE, MANY)
+    monkeypatch.setattr(run, "_machine", lambda cfg, rank: None)
+    sizes = []
+    for cfg.run.plan_only in (False, True):
+        sizes.append(run._size_of(cfg, Rank(), pytest.fail, None)(SQUARE, MANY))  # type: ignore[arg-type]
+    assert sizes == [16, 2]
 
 
 def test_the_curve_and_the_choice_are_said_in_a_line_a_bucket(caplog: pytest.LogCaptureFixture):

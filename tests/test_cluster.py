@@ -55,6 +55,12 @@ def test_a_shard_is_given_up_after_so_many_attempts_in_a_row_that_bring_nothing(
     assert dealer.sentence().startswith("shard 1 could not be made in run.max_shard_attempts=2 attempts (poisoned)")
 
 
+def test_a_shard_whose_worker_was_stopped_is_not_nearer_to_being_given_up() -> None:
+    dealer = Dealer([1, 2], max_attempts=1)
+    dealer.take_back(dealer.next())
+    assert [dealer.next(), dealer.next()] == [1, 2] and not dealer.given_up
+
+
 # One worker
 
 

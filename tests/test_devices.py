@@ -54,6 +54,8 @@ def test_a_list_counts_among_the_visible_gpus() -> None:
         ([1], {"CUDA_VISIBLE_DEVICES": "7"}, "must be below 1"),
         ([0, 0], {}, "run.devices must name a GPU once, got 0 twice"),
         ("all", {"CUDA_VISIBLE_DEVICES": ""}, "run.devices=all needs a GPU, and none is visible here"),
+        ("all", {"CUDA_VISIBLE_DEVICES": "-1"}, "run.devices=all needs a GPU, and none is visible here"),
+        ([1], {"CUDA_VISIBLE_DEVICES": "3,-1,4"}, "must be below 1"),
     ],
 )
 def test_devices_that_are_not_there_are_refused(wanted: object, environ: dict[str, str], sentence: str) -> None:
@@ -113,7 +115,7 @@ def test_a_signal_reaches_every_process_and_none_is_started_again(
     started, members = crew(tmp_path, monkeypatch, patient.format(tmp_path), "kill -9 $$", max_restarts=10**9)
     until_up = iter(range(10**9))
 
-    def look() -> None:
+    def look(**_: bool) -> None:
         if next(until_up) == 1:
             until(lambda: list(tmp_path.glob("up-*")))
             os.kill(os.getpid(), signal.SIGTERM)
@@ -121,8 +123,18 @@ def test_a_signal_reaches_every_process_and_none_is_started_again(
     monkeypatch.setattr(started._view, "look", look)
     with signals_to(started.forward):
         started.work()
-    assert [member.code for member in members] in ([75, 1], [75, 75])
+    assert [member.code for member in members] == [75, 75]
     assert members[0].starts == 1
+
+
+def test_a_process_that_a_signal_finds_before_it_listens_was_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    started, [member] = crew(tmp_path, monkeypatch, "sleep 60")
+    monkeypatch.setattr(started._view, "look", lambda **_: started.forward(signal.SIGTERM))
+    started.work()
+    assert (member.starts, member.code) == (1, 75)
+    assert "run.max_restarts" not in capfd.readouterr().err
 
 
 def test_a_process_whose_supervisor_is_gone_finds_its_input_closed() -> None:
@@ -146,19 +158,23 @@ def test_a_lost_gpu_is_told_to_a_supervisor_by_a_code_of_its_own(monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("codes", "pending", "expected"),
+    ("codes", "pending", "finished", "expected"),
     [
-        ([0, 0], 0, 0), ([1, 0], 0, 0), ([75, 1], 3, 1), ([6, 2, 75], 3, 2), ([3, 1], 3, 3), ([6, 75], 3, 6),
-        ([75, 0], 3, 75), ([0, 4], 3, 4),
+        ([0, 0], 0, True, 0), ([1, 0], 0, True, 0), ([75, 1], 3, False, 1), ([6, 2, 75], 3, False, 2),
+        ([3, 1], 3, False, 3), ([6, 75], 3, False, 6), ([75, 0], 3, False, 75), ([0, 4], 3, False, 4),
+        ([1, 0], 0, False, 1),  # the rows are there, and the disk had no room for the report
+        ([2, 2], 0, True, 2),  # other settings, on a folder that is complete
     ],
 )  # fmt: skip
-def test_a_complete_job_is_done_and_else_the_worst_code_counts(codes: list[int], pending: int, expected: int) -> None:
+def test_a_complete_job_is_done_and_else_the_worst_code_counts(
+    codes: list[int], pending: int, finished: bool, expected: int
+) -> None:
     from test_config import composed
 
     members = [Member(Seat("cpu"), Rank(place, len(codes)), code=code) for place, code in enumerate(codes)]
     counts = RowCounts(rows=9, written=9 - pending, failed=0, rejected=0, pending=pending)
     try:
-        code = supervisor._exit_code(members, counts, composed())
+        code = supervisor._exit_code(members, counts, composed(), finished=finished)
     except (CrewError, Interrupted) as error:
         code = error.exit_code
     assert code == expected

@@ -14,7 +14,7 @@ RANKS = [
     {"errors", "records", "folder", "process", "step_cache", "tiny"},
     {"object_store"},
     {"objects"},
-    {"commit", "config", "user_cache", "devices"},
+    {"commit", "config", "user_cache", "devices", "pipeline_call"},
     {"lora_files"},
     {"compose", "ranks", "stop", "lease", "job", "plan", "rates", "model_folder", "lines"},
     {"rows", "estimate", "batch_size", "row_spool", "deal"},

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from test_config import composed
 
-from fluxbatch import config, model_folder
+from fluxbatch import config, model_folder, verbs
 from fluxbatch.config import JobConfig
 from fluxbatch.errors import ConfigError
 from fluxbatch.manifest import open_manifest
@@ -124,6 +124,8 @@ def test_another_scheduler_or_another_class_is_another_model(tmp_path: Path) -> 
         (SD3, "model.residency=windowed", "model.residency must be auto or resident"),
         (SD3, "model.random_weights=true", "model.random_weights must be false"),
         (SD3, "model.base=/x", "model.base must be null for model=diffusers, got /x"),
+        (SD3, "model.loras=[{path: a.safetensors}]", "model.loras must be [] for model=diffusers, got "),
+        (SD3, "sampler.step_cache=medium", "sampler.step_cache must be off for model=diffusers, got medium"),
         (SD3, "sampler.height=1000", "must be a multiple of 16 for diffusers, got 1000; nearest 992"),
         ("SanaPipeline", "sampler.width=1008", "must be a multiple of 32 for diffusers, got 1008; nearest 992, 1024"),
         (SD3, "sampler.guidance_scale=-2", "sampler.guidance_scale must be a finite number >= 0"),
@@ -210,6 +212,12 @@ def test_a_negative_prompt_that_would_be_dropped_is_rejected(surveyed: Callable[
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_of_a_pipeline_is_compiled_ahead(tmp_path: Path) -> None:
+    cfg = composed("manifest.path=m.parquet", "model=diffusers", f"model.path={write(tmp_path, SD3)}")
+    with pytest.raises(ConfigError, match=r"model\.compile must be off for model=diffusers, got aot"):
+        verbs.compile(cfg)
 
 
 def test_plan_reads_the_folder_without_torch_or_diffusers(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from s3_server import BUCKET, s3_server
 from test_run import do, manifest, rows, settings
 
 from fluxbatch import commit, config, preflight, process, report
+from fluxbatch.config import TelemetryConfig
+from fluxbatch.crew_view import CrewView
 from fluxbatch.errors import ConfigError, FluxbatchError
 from fluxbatch.folder import RunFolder
 from fluxbatch.lines import append_lines, lines_since, read_lines
@@ -209,6 +211,20 @@ def test_what_a_dead_upload_left_is_removed_by_the_next_start(tmp_path: Path) ->
     assert [path.name for path in folder.data.glob(".tmp-*")] == [live]
 
 
+def test_a_supervisor_asks_an_object_store_no_more_often_than_batch_logs_appear_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder, asked = run_folder("memory://watched"), list[str]()
+    children = ObjectStore.children
+    monkeypatch.setattr(ObjectStore, "children", lambda store, key: asked.append(key) or children(store, key))
+    with CrewView(folder, TelemetryConfig(progress="off")) as view:
+        for _ in range(20):
+            view.look()
+        assert len(asked) == 2, "at its start, and at the first look"
+        view.look(last=True)
+    assert len(asked) == 3
+
+
 def test_ledger_lines_of_many_objects_come_in_the_order_they_were_written() -> None:
     path = run_folder("memory:///lines").ledger(0)
     for number in range(40):
@@ -225,6 +241,7 @@ def test_ledger_lines_of_many_objects_come_in_the_order_they_were_written() -> N
         ("output=folder", "output must be parquet or webdataset where output.dir is an object store, got folder"),
         ("output.dir=ftp://host/run", "output.dir must be a folder or a URL of s3"),
         ("output.dir=s3://key:secret@bucket/run", "output.dir must hold no user, password or signature"),
+        ("output.dir=abfss://key:secret@bucket/run", "output.dir must hold no user, password or signature"),
         ("output.dir=s3://", "output.dir must name a bucket"),
         ("telemetry.loggers=[tensorboard]", "telemetry.loggers must be"),
     ],
@@ -233,6 +250,11 @@ def test_what_an_object_store_cannot_do_is_refused_with_its_key(tmp_path: Path, 
     with pytest.raises(ConfigError) as refused:
         do([*on("s3://bucket/run", tmp_path), override])
     assert told in str(refused.value) and "secret" not in str(refused.value)
+
+
+def test_the_container_in_an_azure_url_is_no_user() -> None:
+    url = "abfss://pictures@account.dfs.core.windows.net/run"
+    assert str(run_folder(url).root) == url
 
 
 def test_without_obstore_the_sentence_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

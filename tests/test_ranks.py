@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,17 +20,18 @@ from forge import Done, Forge, forge
 from test_owners import until
 from test_run import TESTS, data_files, do, ids_written, manifest, rows, settings, sound
 
-from fluxbatch import config, deal, ranks, rates, throughput
+from fluxbatch import config, deal, helping, ranks, rates, throughput
 from fluxbatch.compose import with_config
 from fluxbatch.config import PlanConfig
 from fluxbatch.errors import ConfigError
 from fluxbatch.folder import RunFolder
-from fluxbatch.lease import Lease, live_owners
+from fluxbatch.lease import Lease, live_owners, read_owner
 from fluxbatch.plan import PlanPart, plan_part
 from fluxbatch.planfile import RunPlan
 from fluxbatch.rates import Observed
 from fluxbatch.records import Bucket
 from fluxbatch.report import status, status_words
+from fluxbatch.share import Share
 
 BIG, SMALL = Bucket(2048, 2048, 50), Bucket(256, 256, 4)
 WORLD_SIZES = (1, 2, 3, 8, 64)
@@ -287,6 +289,38 @@ def test_of_ranks_that_all_finish_at_once_each_may_write_the_report(
     assert json.loads(job.folder.report_json.read_bytes())["written"] == 60
     assert all(path.exists() for path in job.folder.told())
     job.must_be_whole(whole, faults)
+
+
+def test_a_revised_shard_of_our_own_that_a_dead_helper_left_is_made_and_that_of_a_live_rank_is_not(
+    tmp_path: Path,
+) -> None:
+    folder = RunFolder(tmp_path)
+    with Lease(folder, rank=0, world_size=2) as ours:
+        ledger = SimpleNamespace(complete=lambda shard: False)
+        plan = SimpleNamespace(shard=lambda index: index, revisions={7: 1})
+        share = SimpleNamespace(folder=folder, ledger=ledger, plan=plan, lease=ours, begun={1})
+        owner = read_owner(folder.lease(0))
+        assert helping._free(share, [1, 4, 7], owner) == [4, 7]
+        assert helping._free(share, [1, 4, 7], owner | {"pid": os.getppid(), "process_started": None}) == [4]
+
+
+def test_who_waits_for_a_shards_file_waits_for_the_one_that_another_thread_waits_for_too() -> None:
+    """The thread that prefetches hands a shard over while the main thread is about to read the ledger."""
+    share, made = Share(*[None] * 6), threading.Event()  # type: ignore[arg-type]
+    share.settle = lambda shard: None  # type: ignore[method-assign]
+    share._settling = share._settler.submit(made.wait)
+    threads = [threading.Thread(target=share._settle_behind, args=(None,))]
+    threads[0].start()
+    until(lambda: share._settling is None)
+    threads.append(threading.Thread(target=share._wait_for_settling))
+    threads[1].start()
+    threads[1].join(0.2)
+    waits = threads[1].is_alive()
+    made.set()
+    for thread in threads:
+        thread.join()
+    share.__exit__(None)
+    assert waits
 
 
 def test_status_tells_of_one_job_and_of_ranks_that_are_not_there(tmp_path: Path) -> None:

@@ -21,13 +21,18 @@ from conftest import Faults
 from forge import TESTS
 from test_run import data_files, do, ids_written, manifest, rows, settings, sound
 
-from fluxbatch import process
+from fluxbatch import job, process, rates
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'fluxbatch[ray]'")
 
 from ray_cluster import OBJECT_STORE_BYTES, QUICK, Cluster, cluster
 
+from fluxbatch.cluster.crew import Event, Member
+from fluxbatch.cluster.dealer import Dealer
 from fluxbatch.cluster.driving import RayDrawing
+from fluxbatch.cluster.worker import Answer
+from fluxbatch.folder import RunFolder
+from fluxbatch.planfile import RunPlan
 
 COUNT = 60  # rows, in six shards of three batches
 ON_RAY = ("run.engine=ray", "run.ray_resources=place:1", "telemetry.progress=lines", "telemetry.interval_s=1")
@@ -325,3 +330,33 @@ def test_the_longest_shard_by_what_it_misses_is_dealt_first() -> None:
     share = SimpleNamespace(plan=plan, num_missing=left, cfg=None, folder=None)
     work = [SimpleNamespace(index=index, batches=(None, None)) for index in missing]
     assert RayDrawing(share, None, None)._longest_first(work) == [4, 5, 1, 0]
+
+
+@pytest.mark.parametrize("driver_stops", [False, True])
+def test_a_worker_that_stopped_gets_no_more_shards_and_costs_none(driver_stops: bool) -> None:
+    dismissed: list[Member] = []
+    share = SimpleNamespace(
+        plan=SimpleNamespace(shard=lambda index: SimpleNamespace(index=index)),
+        look_again=lambda shard: 0,
+        cfg=SimpleNamespace(run=SimpleNamespace(max_shard_attempts=1)),
+        folder=None,
+    )
+    drawing = RayDrawing(share, None, SimpleNamespace(requested=lambda: driver_stops))
+    dealer, member = Dealer([5], max_attempts=1), Member(None, "node", "host", 1, "busy", shard=5)
+    assert dealer.next() == 5
+    drawing._take(Event(member, Answer("stopped")), dealer, SimpleNamespace(dismiss=dismissed.append))
+    assert (dealer.num_waiting, dealer.given_up, member.shard) == (1, {}, None)
+    assert dismissed == ([] if driver_stops else [member])
+
+
+def test_what_the_workers_measured_is_kept_for_the_next_plan_of_the_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest(tmp_path / "m.parquet", rows(COUNT))
+    do(settings(tmp_path))
+    folder = RunFolder(tmp_path / "run")
+    folder.metrics(0).rename(folder.metrics(1))  # rank 0 drives, and draws nothing
+    monkeypatch.setenv("FLUXBATCH_CACHE", str(tmp_path / "cache"))
+    cfg = job.recorded_config(job.read_job(folder))
+    RayDrawing(SimpleNamespace(cfg=cfg, folder=folder, plan=RunPlan.open(folder)), None, None)._remember()
+    assert {known.bucket.height for known in rates.recall(cfg)} == {64, 96}

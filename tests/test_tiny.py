@@ -293,6 +293,8 @@ def test_pieces_are_joined_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     save_pieces(bytes(range(11)), tmp_path, "checkpoint")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint.00", "checkpoint.01", "checkpoint.02"]
     assert load_pieces(tmp_path, "checkpoint") == bytes(range(11))
+    save_pieces(bytes(3), tmp_path, "checkpoint")
+    assert load_pieces(tmp_path, "checkpoint") == bytes(3), "nothing of the longer one before is left"
     assert load_pieces(tmp_path / "absent", "checkpoint") is None
 
 

@@ -58,6 +58,11 @@ class Dealer:
             self._waiting.append(shard)
         return True
 
+    def take_back(self, shard: int) -> None:
+        """One whose worker was told to stop: that is no attempt of the shard's."""
+        self._out.remove(shard)
+        self._waiting.appendleft(shard)
+
     def stop(self) -> None:
         """Hand out nothing more."""
         self._waiting.clear()

@@ -77,7 +77,12 @@ class RayDrawing:
         self._await_ledger(dealer.done)
         if dealer.given_up:
             raise FluxbatchError(dealer.sentence())
-        drawing.remember_rates(self._share, min(self._gpus, default=None))
+        self._remember()
+
+    def _remember(self) -> None:
+        """For this machine's next plan; workers keep what they measured on theirs. Those of unlike GPUs are of none."""
+        if len(self._gpus) < 2:
+            drawing.remember_rates(self._share, min(self._gpus, default=None), rank=None)
 
     def _longest_first(self, work: list[ShardPlan]) -> list[int]:
         """By what the plan predicts of the batches that are left: a long shard must not be begun last."""
@@ -181,13 +186,24 @@ class RayDrawing:
             member.shard, member.failed = None, set()
             self._proven.add(member.node)
         elif answer.state == "stopped":
-            self._put_back(member, "it was stopped", dealer)
+            self._was_stopped(member, dealer, crew)
         elif answer.ends_job:
             assert answer.error is not None
             answer.error.add_note(f"{member.name}, shard {shard}")
             raise answer.error
         else:
             self._failed(event, dealer, crew)
+
+    def _was_stopped(self, member: Member, dealer: Dealer, crew: Crew) -> None:
+        """A worker that has stopped draws no more, whoever told it to; its place may be another copy's by now."""
+        assert member.shard is not None
+        self._share.look_again(self._share.plan.shard(member.shard))
+        dealer.take_back(member.shard)
+        member.shard = None
+        if not self._stop.requested():
+            log.warning("%s was stopped, and is let go", member.name)
+            crew.dismiss(member)
+            self._places.discard(member.rank)
 
     def _failed(self, event: Event, dealer: Dealer, crew: Crew) -> None:
         member, answer = event.member, event.answer

@@ -24,9 +24,10 @@ from torch import Tensor, nn
 
 from fluxbatch.config import ModelConfig
 from fluxbatch.errors import ConfigError, FluxbatchError
-from fluxbatch.model_folder import CALLBACKS, PipelineFacts, describe, find_folder
+from fluxbatch.model_folder import PipelineFacts, describe, find_folder
 from fluxbatch.models import Seams, Tokens, loading, memory
 from fluxbatch.models.trust import refuse_code
+from fluxbatch.pipeline_call import CALLBACKS
 from fluxbatch.records import Bucket, Request
 
 logger = logging.getLogger("fluxbatch")

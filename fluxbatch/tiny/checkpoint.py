@@ -51,14 +51,20 @@ def vae_numbers(vae: Any) -> dict[str, float]:
 
 
 def save_pieces(content: bytes, folder: Path, name: str) -> None:
-    """NAME.00, NAME.01, ...: written aside first, then renamed together."""
+    """NAME.00, NAME.01, ...: written aside first, then renamed together; what a longer content had beyond goes."""
     pieces = [content[start : start + PIECE_BYTES] for start in range(0, len(content), PIECE_BYTES)]
     for number, piece in enumerate(pieces):
         (folder / f".{name}.{number:02d}").write_bytes(piece)
     for number in range(len(pieces)):
         os.replace(folder / f".{name}.{number:02d}", folder / f"{name}.{number:02d}")
+    for old in _pieces(folder, name)[len(pieces) :]:
+        old.unlink()
 
 
 def load_pieces(folder: Path, name: str) -> bytes | None:
-    pieces = sorted(folder.glob(f"{name}.[0-9][0-9]"))
+    pieces = _pieces(folder, name)
     return b"".join(piece.read_bytes() for piece in pieces) if pieces else None
+
+
+def _pieces(folder: Path, name: str) -> list[Path]:
+    return sorted(folder.glob(f"{name}.[0-9][0-9]"))
