@@ -6,6 +6,7 @@ Words go to standard error. Without a terminal there is no carriage return and n
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import sys
 import time
@@ -157,8 +158,16 @@ def _gpu_facts(line: dict[str, Any]) -> list[str]:
 
 def _mode(wanted: str, stream: TextIO) -> str:
     if wanted == "auto":
-        return "bar" if stream.isatty() else "lines"
+        return "bar" if stream.isatty() and _has_columns(stream) else "lines"
     return wanted
+
+
+def _has_columns(stream: TextIO) -> bool:
+    """A terminal may say that it is 0 columns wide (a container's, a program's): a bar would show nothing there."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns > 0
+    except OSError:
+        return True
 
 
 def one_line(text: str) -> str:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import logging
+import os
+import pty
+import struct
 import sys
+import termios
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -405,6 +410,17 @@ def test_br44_without_a_terminal_plain_lines_at_most_one_an_interval() -> None:
     lines = out.getvalue().splitlines()
     assert len(lines) == 11 and lines[-1].startswith("400/400 rows (100.0 %)")
     assert "\r" not in out.getvalue() and "\x1b" not in out.getvalue()
+
+
+@pytest.mark.parametrize(("columns", "drawn"), [(0, False), (100, True)])
+def test_a_terminal_without_columns_gets_lines_instead_of_an_empty_bar(columns: int, drawn: bool) -> None:
+    shown, end = pty.openpty()
+    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    with os.fdopen(end, "w") as stream, Progress(telemetry(), total=4, done=0, stream=stream) as progress:
+        progress.update(line())
+        said = os.read(shown, 65536).decode()
+    os.close(shown)
+    assert ("4/4 rows (100.0 %)" in said) is not drawn and bool(said.strip())
 
 
 def test_br44_lines_are_flushed_as_they_are_said() -> None:
