@@ -59,7 +59,7 @@ CASES: dict[str, list[str]] = {
 }
 
 
-SLOW = ("fidelity", "startup")  # sixteen variants of every picture; processes of their own
+SLOW = ("batch_sizes", "fidelity", "resume_scale", "startup")
 QUICK = [what for what in CASES if what not in SLOW]
 
 
@@ -112,8 +112,6 @@ def test_each_answer_has_its_figures(answers: Callable[[str], dict[str, Any]]) -
     assert answers("plan_scale")["rows"] == 2000
     assert answers("headspace")["cells"][0]["s_per_image"] > 0
     assert answers("stages")["cells"][0]["step ms"] > 0
-    swept = answers("batch_sizes")["cells"][0]
-    assert {"1", "2", "4", str(swept["batch_size"])} == set(swept["s_per_image"])
     assert answers("ceilings")["floor_ms_per_pass"]["bf16"] > 0
     job = answers("end_to_end")["job"]
     assert job["images"] >= 4 and answers("end_to_end")["percent_of_ceiling"] > 0
@@ -222,6 +220,12 @@ def test_a_batch_size_is_compared_with_the_fastest_one() -> None:
 @pytest.mark.parametrize(("batch_size", "num_rows", "rows"), [(4, 72, 8), (16, 384, 48), (16, 32, 16), ("auto", 72, 9)])
 def test_a_measured_jobs_shards_hold_whole_launches(batch_size: int | str, num_rows: int, rows: int) -> None:
     assert shard_size(PlanConfig(batch_size=batch_size, shard_size=1000), num_rows) == rows
+
+
+@pytest.mark.slow
+def test_the_size_that_auto_took_is_swept_too(answers: Callable[[str], dict[str, Any]]) -> None:
+    swept = answers("batch_sizes")["cells"][0]
+    assert {"1", "2", "4", str(swept["batch_size"])} == set(swept["s_per_image"])
 
 
 @pytest.mark.slow
