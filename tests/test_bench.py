@@ -158,6 +158,7 @@ def test_the_limit_ends_peers_with_what_was_measured() -> None:
     assert sum(len(found["turns"]) for found in answer["contestants"].values()) < 4
 
 
+@pytest.mark.slow
 def test_a_mixed_manifest_is_drawn_whole_by_the_job_and_in_turns_by_the_loop() -> None:
     code, out, err = bench("peers", *SMALL, "--size", "64x64", "--steps", "2", "--mixed", "12", "--rounds", "1",
                            "--seconds", "0.1", "--peers", "loop,fluxbatch", "--alone", "--no-results",

@@ -64,8 +64,8 @@ def typed(block: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "number", [pytest.param(n, marks=() if n in (1, 2) else pytest.mark.slow) for n in range(len(RECIPES))]
-)  # the two quickest always
+    "number", [pytest.param(n, marks=() if n == 2 else pytest.mark.slow) for n in range(len(RECIPES))]
+)  # the quickest always
 def test_a_recipe_works_line_by_line(place: Path, number: int) -> None:
     environ = {**os.environ, "PATH": f"{place / 'bin'}:{os.environ['PATH']}"}
     block = "set -ex\n" + typed(RECIPES[number])

@@ -163,6 +163,7 @@ def test_a_row_that_was_made_again_shows_its_last_image(tmp_path: Path, capsys: 
     assert run_command(words("render", tmp_path, "row 7/é")) == 0
 
 
+@pytest.mark.slow
 def test_the_embedded_model_makes_its_bytes_again_in_a_process_of_its_own(tmp_path: Path) -> None:
     content = [{"id": f"r{n}", "prompt": f"a {colour} circle"} for n, colour in enumerate(["red", "blue", "green"])]
     manifest(tmp_path / "m.parquet", content)

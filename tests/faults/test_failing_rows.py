@@ -49,6 +49,7 @@ def test_br22_out_of_memory_at_8_4_2_goes_on_with_what_fits_and_draws_the_same(t
     faults.rows(asked=all_ids(40), found=ids_written(tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_br22_what_does_not_fit_alone_fails_with_the_reason_and_a_retry_draws_it(tmp_path: Path, faults) -> None:
     manifest(tmp_path / "m.parquet", rows(40))
     counts, code = do(settings(tmp_path, "run.max_failed_fraction=1"), lambda: FakeModel(max_rows=0))

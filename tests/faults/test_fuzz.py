@@ -28,7 +28,9 @@ def fuzz(door: str, trials: int, faults, *, seed: int = 0) -> None:
     assert answer.get("refused", 0) + answer.get("done", 0) == trials
 
 
-@pytest.mark.parametrize("door", QUICK)
+@pytest.mark.parametrize(
+    "door", [pytest.param(door, marks=() if QUICK[door] > 1 else pytest.mark.slow) for door in QUICK]
+)
 def test_a_damaged_file_is_refused_in_one_sentence_or_makes_no_difference(door: str, faults) -> None:
     fuzz(door, QUICK[door], faults)
 
