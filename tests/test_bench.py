@@ -59,7 +59,7 @@ CASES: dict[str, list[str]] = {
 }
 
 
-SLOW = ("batch_sizes", "fidelity", "resume_scale", "startup")
+SLOW = ("batch_sizes", "fidelity", "peers", "resume_scale", "startup")
 QUICK = [what for what in CASES if what not in SLOW]
 
 
@@ -120,6 +120,7 @@ def test_each_answer_has_its_figures(answers: Callable[[str], dict[str, Any]]) -
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_peers_draw_where_they_can_and_say_why_where_they_cannot(answers: Callable[[str], dict[str, Any]]) -> None:
     found = answers("peers")["contestants"]
     assert found["loop"]["s_per_image"] > 0 and found["fluxbatch"]["s_per_image"] > 0

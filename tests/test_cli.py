@@ -141,6 +141,7 @@ def test_verify_of_a_damaged_folder_exits_5_with_the_file(tmp_path: Path) -> Non
     assert found.returncode == 5 and "shard-00001.parquet" in found.stdout
 
 
+@pytest.mark.slow
 def test_killed_and_started_again_the_embedded_model_writes_the_same_bytes(tmp_path: Path) -> None:
     path = manifest(tmp_path / "m.parquet", ROWS)
     assert fluxbatch(path, f"output.dir={tmp_path}/whole", *SMALL).returncode == 0
@@ -180,6 +181,7 @@ def small_disk(tmp_path: Path) -> Any:
     subprocess.run(["umount", "-l", str(mount)], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_sentence_with_the_path_and_with_room_again_the_same_command_finishes(
     tmp_path: Path, small_disk: Path
 ) -> None:

@@ -92,6 +92,7 @@ def test_a_job_on_s3_that_is_killed_and_resumed_has_the_bytes_of_one_on_a_disk(
     )
 
 
+@pytest.mark.slow
 def test_two_copies_that_both_believe_they_own_the_prefix_end_well_with_each_row_once(
     tmp_path: Path, starts: list[Forge], faults: Faults
 ) -> None:

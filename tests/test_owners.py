@@ -191,9 +191,8 @@ def until(holds: Callable[[], object]) -> None:
     assert holds()
 
 
-@pytest.mark.parametrize(
-    "kind", ["parquet", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("webdataset", "folder"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["parquet", "webdataset", "folder"])
 def test_three_live_copies_whose_lease_was_removed_by_hand_end_well_with_each_row_once(
     tmp_path: Path, forges: list[Forge], kind: str, faults: Faults
 ) -> None:

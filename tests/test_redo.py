@@ -291,9 +291,8 @@ def killed_redo(
     assert not list((tmp_path / "run").rglob(".tmp-*"))
 
 
-@pytest.mark.parametrize(
-    "kind", ["webdataset", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("parquet", "folder"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["webdataset", "parquet", "folder"])
 def test_a_redo_killed_at_some_steps_in_a_row_ends_like_one_that_was_not(
     forked: Forge, tmp_path: Path, kind: str, faults: Faults
 ) -> None:

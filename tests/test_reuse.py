@@ -228,6 +228,7 @@ def fast(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield made
 
 
+@pytest.mark.slow
 def test_killed_at_steps_all_along_it_goes_on_to_the_same_images(tmp_path: Path, fast: Forge, faults: Faults) -> None:
     manifest(tmp_path / "m.parquet", rows(14))
     assert fast(settings(tmp_path, out="yesterday")).returncode == 0
@@ -271,6 +272,7 @@ def test_rows_that_were_drawn_again_or_retried_over_there_give_their_last_image(
     assert images(tmp_path / "today") == images(tmp_path / "yesterday")
 
 
+@pytest.mark.slow
 def test_the_embedded_model_draws_a_tenth_and_keeps_the_bytes_of_the_rest(tmp_path: Path) -> None:
     content = [{"id": f"r{n}", "prompt": f"a {colour} circle", "seed": n} for n in range(2)
                for colour in ["red", "blue", "green", "pink", "black"]]  # fmt: skip

@@ -170,6 +170,7 @@ def test_a_shards_file_that_cannot_be_made_ends_the_run_with_its_error(
     sound(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_br38_interrupted_three_times_95_rows_stand_in_ten_shards_none_touched_twice(tmp_path: Path) -> None:
     manifest(tmp_path / "m.parquet", rows(95))
     seen: dict[str, str] = {}
@@ -221,6 +222,7 @@ def test_br40_a_signal_finishes_what_is_in_flight_and_exits_75(tmp_path: Path, n
     sound(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_br40_a_second_signal_exits_at_once_and_that_resumes_too(tmp_path: Path) -> None:
     manifest(tmp_path / "m.parquet", rows(60))
     process = started(settings(tmp_path, "run.grace_s=100"), FAKE_SLOW_S="3")
@@ -233,6 +235,7 @@ def test_br40_a_second_signal_exits_at_once_and_that_resumes_too(tmp_path: Path)
     assert do(settings(tmp_path))[0].written == 60
 
 
+@pytest.mark.slow
 def test_grace_bounds_a_batch_that_does_not_end(tmp_path: Path) -> None:
     manifest(tmp_path / "m.parquet", rows(60))
     process = started(settings(tmp_path, "run.grace_s=1"), FAKE_SLOW_S="3")

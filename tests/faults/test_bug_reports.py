@@ -41,6 +41,7 @@ def test_br41_runs_started_in_one_second_share_nothing_and_two_of_one_folder_are
     assert {path.name for path in tmp_path.iterdir()} == {"m.parquet", "one", "two", "whole"}, "no folder of Hydra's"
 
 
+@pytest.mark.slow
 def test_br41_relative_paths_stand_on_the_folder_of_the_start_though_hydra_may_change_it(tmp_path: Path) -> None:
     manifest(tmp_path / "m.parquet", rows(4))
     relative = ["manifest.path=m.parquet", "output.dir=run", "sampler.num_inference_steps=1"]
@@ -111,6 +112,7 @@ def test_br35_state_that_a_power_cut_left_empty_or_all_nul_is_named_or_made_agai
     sound(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_br44_the_second_of_two_copies_a_minute_apart_ends_at_once_and_names_the_first(tmp_path: Path, faults) -> None:
     manifest(tmp_path / "m.parquet", rows(60))
     first = started(settings(tmp_path), FAKE_SLOW_S="0.2")

@@ -60,6 +60,7 @@ def test_br22_what_does_not_fit_alone_fails_with_the_reason_and_a_retry_draws_it
     faults.rows(asked=all_ids(40), found=ids_written(tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_br22_noise_that_finds_no_room_on_the_device_is_tried_again_and_then_fails_its_batch_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
