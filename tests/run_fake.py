@@ -1,9 +1,9 @@
 """The real command with the fake model, and a place to die: python tests/run_fake.py VERB key=value ...
 
 KILL_AT=step:N sends this process SIGKILL at the Nth announcement of that commit step (`fluxbatch.commit` audit events);
-KILL_AT=batch:N when the Nth batch is handed to its commit; KILL_AT=any:N at the Nth step of whatever name. At the step
-that DO_AT names in the same way, the shell command DO is run. FAKE_SLOW_S makes each batch take that long;
-STEPS_TO=file writes down each step that was announced. REAL_MODEL=1 leaves the model that the settings name.
+KILL_AT=any:N at the Nth step of whatever name. At the step that DO_AT names in the same way, the shell command DO is
+run. FAKE_SLOW_S makes each batch take that long; STEPS_TO=file writes down each step that was announced. REAL_MODEL=1
+leaves the model that the settings name.
 """
 
 import os
