@@ -16,17 +16,19 @@ import pytest
 import torch
 from tiny_models import FLUX2_SCHEDULER, MAX_SEQUENCE_LENGTH, flux2_parts, model_config
 
-from fluxbatch.bench import QUESTIONS, ceilings, cluster, recipes
+from fluxbatch.bench import QUESTIONS, ceilings, cluster, recipes, stored
 from fluxbatch.bench.batch_sizes import percent_of_best
 from fluxbatch.bench.contestants import Cell, Turn
 from fluxbatch.bench.end_to_end import kernel_gaps
 from fluxbatch.bench.fidelity import psnr_db
+from fluxbatch.bench.headspace import CachedBatch
 from fluxbatch.bench.jobs import JobRun, shard_size
 from fluxbatch.bench.measure import Limit, parse_size, timed_ms
 from fluxbatch.bench.peers import Seat, _order, compare, seconds_per_image
 from fluxbatch.command import run_command
 from fluxbatch.config import JobConfig, PlanConfig, SamplerConfig
-from fluxbatch.models import flux1, flux2
+from fluxbatch.models import flux1, flux2, load_model
+from fluxbatch.models.checkpoints.recognise import recognise
 from fluxbatch.models.tokens import RandomTokenizer
 from fluxbatch.pipeline import measure
 from fluxbatch.records import Bucket, RowCounts
@@ -234,6 +236,40 @@ def test_the_size_that_auto_took_is_swept_too(answers: Callable[[str], dict[str,
 def test_startup_tells_the_first_image_from_the_whole_job(answers: Callable[[str], dict[str, Any]]) -> None:
     eager = answers("startup")["cells"]["eager"]
     assert 0 < eager["first image s"] < eager["job s"] and eager["step ms"] > 0 and eager["host GiB"] > 0.1
+
+
+def test_a_flux2_is_written_as_users_have_it_and_loaded_from_its_nvfp4_file(tmp_path: Path) -> None:
+    """Every matrix of the blocks in four bits, with the spread that it is meant to have."""
+    parts = flux2_parts(num_text_layers=27)
+    settings = {
+        "transformer": _settings(parts["transformer"]),
+        "text_encoder": parts["text_encoder"].config.to_diff_dict(),
+        "vae": _settings(parts["vae"]),
+    }
+    base = tmp_path / "weights"
+    file = stored.write_flux2(base, settings, distilled=True, device=torch.device("cpu"))
+    layouts = [module.layout for name, module in recognise(file).modules.items() if "_blocks" in name]
+    assert {layout for layout in layouts if layout != "plain"} == {"NVFP4"} and layouts.count("NVFP4") == 10
+    cfg = model_config(family="flux2", name="flux2_klein_4b", guidance="none", base=str(base), path=str(file))
+    model = load_model(cfg, true_cfg_scale=1.0)
+    spread = model._transformer.single_transformer_blocks[0].attn.to_qkv_mlp_proj.weight.std().item()
+    assert spread == pytest.approx(stored.SPREAD, rel=0.1)
+    cached = CachedBatch(
+        model, Bucket(64, 64, 1), JobConfig(model=cfg, sampler=SamplerConfig(guidance_scale=1.0)), size=1
+    )
+    assert cached.decode(cached.denoise()).shape == (1, 64, 64, 3)
+
+
+def _settings(component: Any) -> dict[str, Any]:
+    return {name: value for name, value in component.config.items() if not name.startswith("_")}
+
+
+def test_headspace_compares_step_caches_on_one_loaded_model() -> None:
+    arguments = ["model=tiny", "--sizes", "64x64", "--steps", "8", "--batch-size", "1", "--seconds", "0.1"]
+    code, out, err = bench("headspace", *arguments, "--step-caches", "off", "aggressive", "--no-results", "--json")
+    assert code == 0, err
+    cells = json.loads(out)["cells"]
+    assert [(cell["step_cache"], cell["computed_steps"]) for cell in cells] == [("off", 8), ("aggressive, order 1", 4)]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 again: denoise and decode back to back, nothing else. Its seconds an image are the GPU-only ceiling of a job.
 
 python -m fluxbatch bench headspace model=flux1_dev model.random_weights=true --sizes 1024x1024 --batch-size 4
+python -m fluxbatch bench headspace model=flux1_dev model.random_weights=true --step-caches off medium aggressive
 
 Warm-up: two batches of each size, with whatever is compiled then (reported). Excluded: text encoding (reported on its
 own, a prompt), tokens, noise, copies, codecs, files. Seconds are from the first replay's start to the last one's end,
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -28,13 +30,27 @@ from fluxbatch.pipeline.decode import decode
 from fluxbatch.pipeline.denoise import denoise
 from fluxbatch.pipeline.prefetch import draw_noise
 from fluxbatch.records import Bucket
+from fluxbatch.step_cache import CHOICES
 
-COLUMNS = ("size", "steps", "batch", "s/image", "denoise ms", "decode ms", "encode ms/prompt", "peak GiB", "W", "MHz")
+COLUMNS = (
+    "size",
+    "steps",
+    "step cache",
+    "batch",
+    "s/image",
+    "denoise ms",
+    "decode ms",
+    "encode ms/prompt",
+    "peak GiB",
+    "W",
+    "MHz",
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     jobs.add_shape_options(parser)
     parser.add_argument("--seconds", type=float, default=20, help="of replay, a size")
+    parser.add_argument("--step-caches", nargs="+", choices=CHOICES, help="in turns; default: sampler.step_cache")
 
 
 def measure(cfg: JobConfig, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -46,20 +62,23 @@ def measure(cfg: JobConfig, options: argparse.Namespace) -> Iterator[dict[str, A
         if limit.over:
             break
         cached = CachedBatch(model, bucket, cfg, size=jobs.batch_size(cfg, options))
-        found = cached.replay(seconds=min(options.seconds, limit.left_s()))
-        table(COLUMNS, [row_of(found)], header=False)
-        figures["cells"].append(found)
-        yield figures
+        for schedule in options.step_caches or [None]:
+            if schedule is not None:
+                cached.step_cache = replace(cached.step_cache, schedule=schedule)
+            found = cached.replay(seconds=min(options.seconds, limit.left_s()))
+            table(COLUMNS, [row_of(found)], header=False)
+            figures["cells"].append(found)
+            yield figures
         del cached
         free_memory(model.device)
 
 
 def row_of(found: dict[str, Any]) -> dict[str, Any]:
     return {
-        "size": found["bucket"], "steps": found["steps"], "batch": found["batch_size"],
-        "s/image": found["s_per_image"], "denoise ms": found["denoise_ms"], "decode ms": found["decode_ms"],
-        "encode ms/prompt": found["encode_ms_per_prompt"], "peak GiB": found["peak_gib"],
-        "W": found["gpu"]["power_w"], "MHz": found["gpu"]["sm_clock_mhz"],
+        "size": found["bucket"], "steps": found["steps"], "step cache": found["step_cache"],
+        "batch": found["batch_size"], "s/image": found["s_per_image"], "denoise ms": found["denoise_ms"],
+        "decode ms": found["decode_ms"], "encode ms/prompt": found["encode_ms_per_prompt"],
+        "peak GiB": found["peak_gib"], "W": found["gpu"]["power_w"], "MHz": found["gpu"]["sm_clock_mhz"],
     }  # fmt: skip
 
 
@@ -69,7 +88,7 @@ class CachedBatch:
     def __init__(self, model: Model, bucket: Bucket, cfg: JobConfig, *, size: int) -> None:
         self.model, self.bucket, self.size = model, bucket, size
         self._decode_max_pixels = cfg.model.decode_max_pixels
-        self._step_cache = config.step_cache(cfg.sampler)
+        self.step_cache = config.step_cache(cfg.sampler)
         rows = jobs.requests(size, bucket, guidance_scale=cfg.sampler.guidance_scale)
         self._noise = _noise(model, bucket, seeds=[row.seed for row in rows])
         self._guidance = torch.tensor([row.guidance_scale for row in rows], device=model.device)
@@ -96,7 +115,7 @@ class CachedBatch:
             guidance=self._guidance,
             bucket=self.bucket,
             before_step=lambda: None,
-            step_cache=self._step_cache,
+            step_cache=self.step_cache,
         )
 
     @torch.inference_mode()
@@ -111,7 +130,8 @@ class CachedBatch:
         with GpuWatch(device) as watch:
             total_s, denoise_ms, decode_ms, batches = self._replay(seconds)
         return {
-            "bucket": self.bucket.name, "steps": self.bucket.num_inference_steps, "batch_size": self.size,
+            "bucket": self.bucket.name, "steps": self.bucket.num_inference_steps, "step_cache": str(self.step_cache),
+            "computed_steps": len(self.step_cache.computed(self.bucket.num_inference_steps)), "batch_size": self.size,
             "batches": batches, "s_per_image": round(total_s / batches / self.size, 5),
             "denoise_ms": round(denoise_ms, 2), "decode_ms": round(decode_ms, 2),
             "encode_ms_per_prompt": round(self._encode_ms, 3), "peak_gib": peak_gib(device),

@@ -1,6 +1,7 @@
 """Question: how long from the start of a process to its first image on disk, and how fast is a step from then on?
 
 python -m fluxbatch bench startup model=flux1_dev model.random_weights=true --size 1024x1024 --steps 8
+python -m fluxbatch bench startup model=flux2_klein_base_9b model.random_weights=true --nvfp4-file --cells fused,eager
 
 Each cell is the real command in a process of its own, in a run folder of its own: `eager` (diffusers' modules),
 `fused` (our kernels, nothing in their cache), `fused_again`, `regional` (compiled at the first launch, nothing in the
@@ -27,13 +28,13 @@ from typing import Any
 import yaml
 
 from fluxbatch.bench import jobs
-from fluxbatch.bench.measure import Limit, table
+from fluxbatch.bench.measure import Limit, device_of, free_memory, table
 from fluxbatch.config import JobConfig
 from fluxbatch.errors import ConfigError
 from fluxbatch.folder import RunFolder
 from fluxbatch.models.compile_cache import VARIABLES
 
-COLUMNS = ("name", "first image s", "step ms", "job s", "host GiB", "device GiB", "compile s")
+COLUMNS = ("name", "first image s", "step ms", "job s", "host GiB", "own host GiB", "device GiB", "compile s")
 # Cells of one recipe share a cache, in this order.
 RECIPES = {
     "eager": ("diffusers", "off"),
@@ -51,6 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     jobs.add_shape_options(parser, sizes=False)
     parser.set_defaults(batch_size=1)
     parser.add_argument("--cells", default=",".join(RECIPES), help=f"of {', '.join(RECIPES)}")
+    parser.add_argument("--nvfp4-file", action="store_true", help="write a FLUX.2 with an NVFP4 transformer, load that")
     parser.add_argument("--folder", type=Path, help="of the jobs and their caches; default: a temporary folder")
 
 
@@ -65,6 +67,8 @@ def measure(cfg: JobConfig, options: argparse.Namespace) -> Iterator[dict[str, A
     with jobs.scratch(options.folder) as folder:
         rows = jobs.requests(BATCHES * size, bucket, guidance_scale=cfg.sampler.guidance_scale)
         jobs.write_manifest(folder / "rows.parquet", rows)
+        if options.nvfp4_file:
+            cfg, figures["file"] = _stored(cfg, folder)
         _write_job(jobs.with_batch_size(cfg, size), folder)
         for name in cells:
             if limit.over:
@@ -72,6 +76,23 @@ def measure(cfg: JobConfig, options: argparse.Namespace) -> Iterator[dict[str, A
             figures["cells"][name] = cell = _cell(name, folder, steps=bucket.num_inference_steps)
             table(COLUMNS, [{"name": name, **cell}], header=False)
             yield figures
+
+
+def _stored(cfg: JobConfig, folder: Path) -> tuple[JobConfig, dict[str, Any]]:
+    """The settings with stored weights in the place of random ones, and how large the file with the transformer is."""
+    from fluxbatch.bench.stored import write_flux2  # imports diffusers
+    from fluxbatch.models import loading
+    from fluxbatch.models.flux2 import RANDOM
+
+    if cfg.model.family != "flux2":
+        raise ConfigError(f"model must be of FLUX.2 for --nvfp4-file, got {cfg.model.name}")
+    settings = loading.random_config(RANDOM, cfg.model)
+    base, began = folder / "weights", time.perf_counter()
+    file = write_flux2(base, settings, distilled=cfg.model.guidance == "none", device=device_of(cfg))
+    free_memory(device_of(cfg))
+    said = {"gib": round(file.stat().st_size / 2**30, 2), "written_s": round(time.perf_counter() - began, 1)}
+    model = replace(cfg.model, random_weights=False, path=str(file), base=str(base))
+    return replace(cfg, model=model), said
 
 
 def _write_job(cfg: JobConfig, folder: Path) -> None:
@@ -120,8 +141,9 @@ def _start(verb: str, words: Sequence[str], folder: Path, *, log: Path) -> subpr
 
 def _ended(process: subprocess.Popen[bytes], batches: Path | None, began: float) -> dict[str, Any]:
     """Seconds until the first finished batch stood there and until the end, and the process's largest memory."""
-    first_s = None
+    first_s, own_kib = None, 0
     while True:
+        own_kib = max(own_kib, _own_kib(process.pid))
         pid, status, usage = os.wait4(process.pid, os.WNOHANG)
         now_s = time.perf_counter() - began
         if first_s is None and batches is not None and any(batches.glob("[!.]*")):
@@ -132,9 +154,19 @@ def _ended(process: subprocess.Popen[bytes], batches: Path | None, began: float)
                 "first image s": first_s and round(first_s, 2),
                 "job s": round(now_s, 2),
                 "host GiB": round(usage.ru_maxrss / 2**20, 2),
+                "own host GiB": round(own_kib / 2**20, 2),
                 "code": process.returncode,
             }
         time.sleep(LOOK_S)
+
+
+def _own_kib(pid: int) -> int:
+    """What the process holds in memory that no file backs; 0 where it has ended, or the system does not say."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
 
 
 def _steady(folder: RunFolder, *, steps: int) -> dict[str, Any]:
