@@ -208,3 +208,12 @@ def test_br40_a_signal_while_importing_ends_with_75() -> None:
     process.send_signal(signal.SIGTERM)
     _, words = process.communicate(timeout=60)
     assert process.returncode == 75, words
+
+
+def test_a_crash_in_compiled_code_says_where_in_the_log() -> None:
+    """A fault in a driver or a package ends the process without an exception; a person has only the log."""
+    crash = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
+    code = f"import fluxbatch.__main__ as entry; entry.exit_on_signals = lambda: exec({crash!r}); entry.main()"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == -signal.SIGSEGV
+    assert "Segmentation fault" in ended.stderr and "__main__.py" in ended.stderr

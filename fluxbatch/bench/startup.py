@@ -75,6 +75,8 @@ def measure(cfg: JobConfig, options: argparse.Namespace) -> Iterator[dict[str, A
                 break
             figures["cells"][name] = cell = _cell(name, folder, steps=bucket.num_inference_steps)
             table(COLUMNS, [{"name": name, **cell}], header=False)
+            if "error" in cell:
+                print(f"{name}: {cell['error']}")
             yield figures
 
 
@@ -123,12 +125,13 @@ def _cell(name: str, folder: Path, *, steps: int) -> dict[str, Any]:
         ended = _ended(_start("compile", words, folder, log=folder / "compile.log"), None, began)
         compile_s = ended["job s"]
         if ended["code"]:
-            return {"compile s": compile_s, "error": _last_line(folder / "compile.log")}
+            return {"compile s": compile_s, "error": _error(ended["code"], folder / "compile.log")}
     began = time.perf_counter()
     process = _start("run", words, folder, log=folder / f"{name}.log")
     ended = _ended(process, RunFolder(folder / name).batches, began)
-    if ended.pop("code"):
-        return {**ended, "error": _last_line(folder / f"{name}.log")}
+    code = ended.pop("code")
+    if code:
+        return {**ended, "compile s": compile_s, "error": _error(code, folder / f"{name}.log")}
     return {**ended, **_steady(RunFolder(folder / name), steps=steps), "compile s": compile_s}
 
 
@@ -179,6 +182,8 @@ def _steady(folder: RunFolder, *, steps: int) -> dict[str, Any]:
     }
 
 
-def _last_line(log: Path) -> str:
+def _error(code: int, log: Path) -> str:
+    """What the process said at last; more of it where a signal ended it, for then that is where it crashed."""
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return lines[-1] if lines else "it ended without a word"
+    said = "\n".join(lines[-40:] if code < 0 else lines[-1:])
+    return f"exit {code}: {said or 'without a word'}"
