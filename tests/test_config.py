@@ -63,7 +63,7 @@ def test_every_model_composes_and_passes_the_door(model: str) -> None:
         ("plan.batch_size=[", "plan.batch_size must be quoted for Hydra"),
         ("sampler.height=100", "sampler.height must be a multiple of 16 for tiny, got 100; nearest 96, 112"),
         ("sampler.height=8", "got 8; nearest 16"),
-        ("sampler.height=4096", "sampler.height x sampler.width must be <= model.max_pixels=262144, got 4096x128"),
+        ("sampler.height=4096", "sampler.height x sampler.width must be <= model.max_pixels=262144, got 4096x192"),
         ("sampler.guidance_scale=nan", "sampler.guidance_scale must be a finite number >= 0, got nan"),
         ("sampler.seed=18446744073709551616", "sampler.seed must be from -2^63 to 2^64-1"),
         ("output.quality=101", "output.quality must be a whole number from 1 to 100, got 101"),

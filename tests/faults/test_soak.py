@@ -24,8 +24,9 @@ def check_flat(looks: list[dict[str, Any]], whole: dict[str, Any], *, mib: float
     warm, last = looks[WARM - 1 : -1], looks[-1]
     assert whole["exit_code"] == 0 and len(looks) == 10
     assert {look["threads"] for look in warm} == {warm[0]["threads"]}
-    assert {look["open_files"] for look in warm} == {warm[0]["open_files"]}
-    assert last["threads"] <= warm[0]["threads"] and last["open_files"] <= warm[0]["open_files"]
+    files = [look["open_files"] for look in [*warm, last]]
+    assert max(files) - min(files) <= 1, "but for a shard that is being made at the moment of the look"
+    assert last["threads"] <= warm[0]["threads"]
     assert max(look["resident_mib"] for look in [*warm, last]) - warm[0]["resident_mib"] < mib
     assert whole["log_bytes_per_batch"] < 1000
 
