@@ -13,8 +13,8 @@ from fluxbatch import __version__, config, job_script, verbs, word_verbs
 from fluxbatch.compose import with_config
 from fluxbatch.config import JobConfig
 from fluxbatch.errors import EXIT_DONE, EXIT_FATAL, EXIT_INTERRUPTED, ConfigError, FluxbatchError, ProcessLost
-from fluxbatch.progress import one_line
 from fluxbatch.stop import exit_lost
+from fluxbatch.telemetry.progress import one_line
 
 
 def run_command(arguments: list[str]) -> int:

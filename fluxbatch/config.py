@@ -11,10 +11,10 @@ from typing import Any, cast
 
 from omegaconf import MISSING
 
-from fluxbatch import objects
 from fluxbatch.errors import ConfigError
 from fluxbatch.records import RowRules
 from fluxbatch.step_cache import CHOICES, StepCache
+from fluxbatch.storage import objects
 
 OUTPUTS = ("parquet", "webdataset", "folder")
 IMAGE_FORMATS = ("png", "jpeg", "webp")

@@ -14,18 +14,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fluxbatch import config, forecast, ledger, report
+from fluxbatch import config, forecast
 from fluxbatch.config import JobConfig, ModelConfig
 from fluxbatch.errors import TooManyFailures
-from fluxbatch.folder import RunFolder
-from fluxbatch.loggers import Loggers
-from fluxbatch.metrics import GpuSampler, MetricsLog, PeakMemory, record_start, write_prometheus
-from fluxbatch.planfile import RunPlan
-from fluxbatch.progress import Progress
-from fluxbatch.ranks import Rank
+from fluxbatch.output import ledger
+from fluxbatch.plan.planfile import RunPlan
+from fluxbatch.processes.ranks import Rank
 from fluxbatch.records import CompressedBatch, ShardPlan
+from fluxbatch.reports import report
 from fluxbatch.share import Share
 from fluxbatch.stop import Stop
+from fluxbatch.storage.folder import RunFolder
+from fluxbatch.telemetry.loggers import Loggers
+from fluxbatch.telemetry.metrics import GpuSampler, MetricsLog, PeakMemory, record_start, write_prometheus
+from fluxbatch.telemetry.progress import Progress
 
 if TYPE_CHECKING:
     from fluxbatch.models import AnyModel

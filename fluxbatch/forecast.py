@@ -11,22 +11,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from fluxbatch import config, deal, devices, estimate, rates, throughput
-from fluxbatch.batch_size import RememberedSizes
+from fluxbatch import config
 from fluxbatch.config import JobConfig
-from fluxbatch.estimate import Hours, Memory, Spread, Work
-from fluxbatch.folder import RunFolder
-from fluxbatch.ledger import Ledger, row_counts
-from fluxbatch.left import left_in_folder
-from fluxbatch.manifest import Manifest, open_manifest
-from fluxbatch.metrics import finite
-from fluxbatch.plan import PlanPart, SizeOf, plan_part, with_seconds
-from fluxbatch.planfile import RunPlan
-from fluxbatch.planner import OTHERWISE, Survey, changed_rules, survey
-from fluxbatch.progress import counted, data_size, duration
-from fluxbatch.rates import Known, Observed
+from fluxbatch.manifest.files import Manifest, open_manifest
+from fluxbatch.output.ledger import Ledger, row_counts
+from fluxbatch.output.left import left_in_folder
+from fluxbatch.output.reuse import open_earlier
+from fluxbatch.plan import deal, estimate, rates
+from fluxbatch.plan.batch_size import RememberedSizes
+from fluxbatch.plan.cut import PlanPart, SizeOf, plan_part, with_seconds
+from fluxbatch.plan.estimate import Hours, Memory, Spread, Work
+from fluxbatch.plan.planfile import RunPlan
+from fluxbatch.plan.planner import OTHERWISE, Survey, changed_rules, survey
+from fluxbatch.plan.rates import Known, Observed
+from fluxbatch.processes import devices
 from fluxbatch.records import Bucket
-from fluxbatch.reuse import open_earlier
+from fluxbatch.storage.folder import RunFolder
+from fluxbatch.telemetry import throughput
+from fluxbatch.telemetry.metrics import finite
+from fluxbatch.telemetry.progress import counted, data_size, duration
 
 SHOWN_BUCKETS = 20
 SAMPLED_SHARDS = 500

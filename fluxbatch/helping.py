@@ -11,9 +11,9 @@ import logging
 
 import numpy as np
 
-from fluxbatch import deal
-from fluxbatch.lease import Owner, holds_lease, is_live, is_same_owner, read_owner, seen_owners
+from fluxbatch.plan import deal
 from fluxbatch.share import Share
+from fluxbatch.storage.lease import Owner, holds_lease, is_live, is_same_owner, read_owner, seen_owners
 
 log = logging.getLogger(__name__)
 

@@ -13,18 +13,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fluxbatch import config, deal, job, ledger, shards
+from fluxbatch import config
 from fluxbatch.config import JobConfig
-from fluxbatch.folder import RunFolder
-from fluxbatch.lease import Lease, who
-from fluxbatch.ledger import Ledger
-from fluxbatch.manifest import Manifest, open_manifest
-from fluxbatch.plan import SizeOf
-from fluxbatch.planfile import RunPlan
-from fluxbatch.planner import Changes, add_redo, add_retry, prepare
-from fluxbatch.progress import duration
-from fluxbatch.ranks import Rank
-from fluxbatch.row_keys import Earlier
+from fluxbatch.manifest.files import Manifest, open_manifest
+from fluxbatch.output import job, ledger, shards
+from fluxbatch.output.ledger import Ledger
+from fluxbatch.plan import deal
+from fluxbatch.plan.cut import SizeOf
+from fluxbatch.plan.planfile import RunPlan
+from fluxbatch.plan.planner import Changes, add_redo, add_retry, prepare
+from fluxbatch.plan.row_keys import Earlier
+from fluxbatch.processes.ranks import Rank
+from fluxbatch.storage.folder import RunFolder
+from fluxbatch.storage.lease import Lease, who
+from fluxbatch.telemetry.progress import duration
 
 log = logging.getLogger(__name__)
 

@@ -12,26 +12,31 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from fluxbatch import commit, config, deal, forecast, helping, ledger, preflight, process, ranks, report
-from fluxbatch.batch_size import Machine, MeasuredSizes, RememberedSizes
+from fluxbatch import config, forecast, helping, process
 from fluxbatch.cluster import require_ray
 from fluxbatch.config import JobConfig, RunConfig
 from fluxbatch.drawing import Drawing, LoadModel, launches_of, own_device, settle_packages, tell_prometheus
 from fluxbatch.drawing import check_model as _check_model
 from fluxbatch.drawing import load_model as _load_model
 from fluxbatch.errors import EXIT_DONE, EXIT_ROW_ERRORS, ConfigError
-from fluxbatch.folder import RunFolder
-from fluxbatch.lease import Lease
-from fluxbatch.ledger import Ledger
-from fluxbatch.loggers import require_loggers
-from fluxbatch.plan import SizeOf, batch_size
-from fluxbatch.planfile import RunPlan
+from fluxbatch.output import ledger, preflight
+from fluxbatch.output.ledger import Ledger
+from fluxbatch.output.reuse import open_earlier
+from fluxbatch.plan import deal
+from fluxbatch.plan.batch_size import Machine, MeasuredSizes, RememberedSizes
+from fluxbatch.plan.cut import SizeOf, batch_size
+from fluxbatch.plan.planfile import RunPlan
 from fluxbatch.planning import Planned, plan_job
-from fluxbatch.ranks import Rank
+from fluxbatch.processes import ranks
+from fluxbatch.processes.ranks import Rank
 from fluxbatch.records import Batch, Bucket, CompressedBatch, LaunchCost, RowCounts
-from fluxbatch.reuse import open_earlier
+from fluxbatch.reports import report
 from fluxbatch.share import Share
 from fluxbatch.stop import Stop, seconds_left
+from fluxbatch.storage import commit
+from fluxbatch.storage.folder import RunFolder
+from fluxbatch.storage.lease import Lease
+from fluxbatch.telemetry.loggers import require_loggers
 
 if TYPE_CHECKING:
     from fluxbatch.cluster.driving import RayDrawing

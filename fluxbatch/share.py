@@ -15,17 +15,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from fluxbatch import commit, ledger, reuse, shards
 from fluxbatch.config import JobConfig
 from fluxbatch.errors import FluxbatchError
-from fluxbatch.folder import RunFolder, revision_of, shard_of
-from fluxbatch.lease import Lease
-from fluxbatch.ledger import Ledger
-from fluxbatch.left import Left, left_to_make
-from fluxbatch.planfile import RunPlan
-from fluxbatch.ranks import Rank
+from fluxbatch.output import ledger, reuse, shards
+from fluxbatch.output.ledger import Ledger
+from fluxbatch.output.left import Left, left_to_make
+from fluxbatch.output.reuse import Donor
+from fluxbatch.plan.planfile import RunPlan
+from fluxbatch.processes.ranks import Rank
 from fluxbatch.records import Batch, BatchPlan, Bucket, CompressedBatch, RowResult, ShardCommit, ShardPlan
-from fluxbatch.reuse import Donor
+from fluxbatch.storage import commit
+from fluxbatch.storage.folder import RunFolder, revision_of, shard_of
+from fluxbatch.storage.lease import Lease
 
 log = logging.getLogger(__name__)
 

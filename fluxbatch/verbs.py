@@ -9,13 +9,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from fluxbatch import config, job, model_folder
+from fluxbatch import config, model_folder
 from fluxbatch.config import JobConfig
 from fluxbatch.errors import EXIT_DISCREPANCY, EXIT_DONE, EXIT_ROW_ERRORS, ConfigError
-from fluxbatch.folder import RunFolder
 from fluxbatch.lora_files import lora_paths
-from fluxbatch.progress import counted
+from fluxbatch.output import job
 from fluxbatch.records import RowCounts
+from fluxbatch.storage.folder import RunFolder
+from fluxbatch.telemetry.progress import counted
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ def _run_here(cfg: JobConfig) -> tuple[RowCounts, int]:
 
 
 def _run_on_devices(cfg: JobConfig) -> tuple[RowCounts, int]:
-    from fluxbatch.supervisor import supervise
+    from fluxbatch.processes.supervisor import supervise
 
     return supervise(cfg)
 
@@ -66,7 +67,7 @@ def plan(cfg: JobConfig) -> Answer:
 
 
 def _refuse_other_settings(folder: RunFolder, cfg: JobConfig) -> None:
-    from fluxbatch.planfile import RunPlan
+    from fluxbatch.plan.planfile import RunPlan
 
     stored = job.read_job(folder)
     if stored is not None and cfg.run.on_change == "refuse":
@@ -90,7 +91,7 @@ def compile(cfg: JobConfig) -> Answer:
 
 def status(cfg: JobConfig) -> Answer:
     """How far the run in `output.dir` is, from its files alone."""
-    from fluxbatch import report
+    from fluxbatch.reports import report
 
     found = report.status(_existing(cfg))
     return found, report.status_words(found, now_s=time.time()), EXIT_DONE
@@ -98,8 +99,8 @@ def status(cfg: JobConfig) -> Answer:
 
 def verify(cfg: JobConfig) -> Answer:
     """Whether every row is accounted for and every file is sound."""
-    from fluxbatch.repair import repair as repair_folder
-    from fluxbatch.verify import verify as verify_folder
+    from fluxbatch.output.repair import repair as repair_folder
+    from fluxbatch.output.verify import verify as verify_folder
 
     folder = _existing(cfg)
     counts, found = verify_folder(folder, decode=cfg.verify.decode)
@@ -122,7 +123,7 @@ def verify(cfg: JobConfig) -> Answer:
 
 def report(cfg: JobConfig) -> Answer:
     """Make report.json, report.html, the contact sheet and the card again."""
-    from fluxbatch import report as reports
+    from fluxbatch.reports import report as reports
 
     folder = _existing(cfg)
     description = job.read_job(folder)

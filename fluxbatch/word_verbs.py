@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from fluxbatch import config, job
+from fluxbatch import config
 from fluxbatch.compose import with_config
 from fluxbatch.config import JobConfig
 from fluxbatch.errors import EXIT_DISCREPANCY, EXIT_DONE, ConfigError
-from fluxbatch.folder import RunFolder
-from fluxbatch.progress import data_size, one_line
+from fluxbatch.output import job
+from fluxbatch.storage.folder import RunFolder
+from fluxbatch.telemetry.progress import data_size, one_line
 
 Words = Mapping[str, str]
 Answer = tuple[dict[str, Any], str, int]
@@ -57,7 +58,7 @@ def _shown(word: str) -> str:
 
 def manifest(words: Words) -> Answer:
     """A file of prompts in, a checked Parquet manifest out."""
-    from fluxbatch.make_manifest import make_manifest, read_order
+    from fluxbatch.manifest.make_manifest import make_manifest, read_order
 
     order = read_order(words)
     made = make_manifest(order)
@@ -78,7 +79,7 @@ def _example(row: Mapping[str, Any]) -> str:
 
 def show(words: Words) -> Answer:
     """The stored image of one row, in a file of its own."""
-    from fluxbatch.one_row import columns_in_json, save_image, written_row
+    from fluxbatch.output.one_row import columns_in_json, save_image, written_row
 
     folder, cfg = _run_folder(words)
     found = written_row(folder, words["id"])
@@ -92,7 +93,7 @@ def show(words: Words) -> Answer:
 
 def render(words: Words) -> Answer:
     """One image again, out of the recorded settings, and whether its bytes are those that are stored."""
-    from fluxbatch.one_row import NoImageError, save_image, written_row
+    from fluxbatch.output.one_row import NoImageError, save_image, written_row
     from fluxbatch.run import draw
 
     folder, cfg = _run_folder(words)
@@ -168,7 +169,7 @@ def _changed_versions(folder: RunFolder) -> list[tuple[str, str | None, str | No
 
 def publish(words: Words) -> Answer:
     """A complete run to the Hugging Face Hub."""
-    from fluxbatch.publish import publish as publish_run
+    from fluxbatch.output.publish import publish as publish_run
 
     for name in ("output.dir", "repo"):
         if not words.get(name):

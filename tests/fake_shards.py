@@ -7,11 +7,10 @@ from typing import ClassVar
 import pyarrow as pa
 from PIL import Image
 
-from fluxbatch import shards
 from fluxbatch.config import OutputConfig, PlanConfig
-from fluxbatch.folder import RunFolder
-from fluxbatch.ledger import Ledger
-from fluxbatch.plan import PlanPart, plan_part
+from fluxbatch.output import shards
+from fluxbatch.output.ledger import Ledger
+from fluxbatch.plan.cut import PlanPart, plan_part
 from fluxbatch.records import (
     Batch,
     BatchPlan,
@@ -23,6 +22,7 @@ from fluxbatch.records import (
     ShardCommit,
     ShardPlan,
 )
+from fluxbatch.storage.folder import RunFolder
 
 BUCKET = Bucket(16, 24, 2)
 FAILURE = RowFailure("decode", "non_finite", "NaN in the pixels", attempts=1)

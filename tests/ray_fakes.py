@@ -13,7 +13,7 @@ from fake_model import FakeModel
 
 from fluxbatch.config import JobConfig
 from fluxbatch.models import Tokens
-from fluxbatch.ranks import Rank
+from fluxbatch.processes.ranks import Rank
 
 
 class Marking(FakeModel):

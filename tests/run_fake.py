@@ -45,7 +45,7 @@ def write_steps(path: str) -> None:
 def import_everything() -> None:
     import fake_model  # noqa: F401
 
-    from fluxbatch import command, run, verify  # noqa: F401
+    from fluxbatch.output import verify  # noqa: F401
     from fluxbatch.pipeline import loop  # noqa: F401
 
 

@@ -62,8 +62,9 @@ def main() -> None:
     sys.addaudithook(audit)
     from fake_model import FakeModel
 
-    from fluxbatch import command, planning, report, run
+    from fluxbatch import command, planning, run
     from fluxbatch.pipeline import compress
+    from fluxbatch.reports import report
 
     run._check_model = lambda cfg: None
     run._load_model = before("load", lambda cfg, rank: FakeModel(hook=lambda stage, call: reach(stage)))

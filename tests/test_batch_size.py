@@ -11,16 +11,17 @@ import pytest
 import torch
 from fake_model import FakeModel
 
-from fluxbatch import batch_size, config, run, verbs
-from fluxbatch.batch_size import Machine, MeasuredSizes, RememberedSizes
+from fluxbatch import config, run, verbs
 from fluxbatch.compose import with_config
 from fluxbatch.config import JobConfig, ModelConfig, PipelineConfig, PlanConfig
 from fluxbatch.errors import Interrupted
-from fluxbatch.folder import RunFolder
 from fluxbatch.pipeline import measure
-from fluxbatch.planfile import RunPlan
-from fluxbatch.ranks import Rank
+from fluxbatch.plan import batch_size
+from fluxbatch.plan.batch_size import Machine, MeasuredSizes, RememberedSizes
+from fluxbatch.plan.planfile import RunPlan
+from fluxbatch.processes.ranks import Rank
 from fluxbatch.records import Bucket, LaunchCost
+from fluxbatch.storage.folder import RunFolder
 
 SQUARE = Bucket(512, 512, 4)  # the rule launches 16
 H200 = Machine(gpu="NVIDIA H200", memory_gib=139.8, budget_gib=125.0)

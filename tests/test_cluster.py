@@ -13,14 +13,15 @@ import yaml
 from fake_model import FakeModel
 from test_run import data_files, do, manifest, rows, settings
 
-from fluxbatch import config, errors, job
+from fluxbatch import config, errors
 from fluxbatch.cluster import require_ray
 from fluxbatch.cluster.dealer import Dealer
 from fluxbatch.cluster.worker import Order, Worker, portable, versions
 from fluxbatch.compose import with_config
 from fluxbatch.config import JobConfig
 from fluxbatch.errors import ConfigError, FluxbatchError, ProcessLost, TooManyFailures
-from fluxbatch.ranks import Rank
+from fluxbatch.output import job
+from fluxbatch.processes.ranks import Rank
 
 JOBS = Path(__file__).parent.parent / "jobs"
 

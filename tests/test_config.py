@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from fluxbatch import config, job, ranks, stop
+from fluxbatch import config, stop
 from fluxbatch.compose import conf_folder, with_config
 from fluxbatch.config import JobConfig
 from fluxbatch.errors import ConfigError
-from fluxbatch.folder import RunFolder
+from fluxbatch.output import job
+from fluxbatch.processes import ranks
+from fluxbatch.storage.folder import RunFolder
 
 
 def composed(*overrides: str) -> JobConfig:

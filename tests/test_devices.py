@@ -14,16 +14,17 @@ from conftest import Faults
 from test_owners import until
 from test_run import TESTS, data_files, do, ids_written, manifest, rows, settings, sound
 
-from fluxbatch import config, devices, process, stop, supervisor
+from fluxbatch import config, process, stop
 from fluxbatch.config import TelemetryConfig
-from fluxbatch.crew_view import CrewView
-from fluxbatch.devices import Seat
 from fluxbatch.errors import EXIT_LOST, ConfigError, Interrupted
-from fluxbatch.folder import RunFolder
-from fluxbatch.ranks import Rank
+from fluxbatch.processes import devices, supervisor
+from fluxbatch.processes.crew_view import CrewView
+from fluxbatch.processes.devices import Seat
+from fluxbatch.processes.ranks import Rank
+from fluxbatch.processes.supervisor import Crew, CrewError, Member
 from fluxbatch.records import RowCounts
 from fluxbatch.stop import signals_to
-from fluxbatch.supervisor import Crew, CrewError, Member
+from fluxbatch.storage.folder import RunFolder
 
 # Which devices
 
@@ -202,7 +203,7 @@ def started(overrides: list[str], **environ: str) -> subprocess.Popen[str]:
 
 def pids(folder: RunFolder) -> dict[int, int]:
     """The processes that hold a lease, by rank."""
-    from fluxbatch.lease import live_owners
+    from fluxbatch.storage.lease import live_owners
 
     return {owner["rank"]: owner["pid"] for owner in live_owners(folder)}
 

@@ -9,8 +9,8 @@ from forge import Done, Forge
 from small_disks import make_room, mounted, remount
 from test_run import data_files, manifest, rows, settings, sound
 
-from fluxbatch.folder import RunFolder
-from fluxbatch.ledger import Ledger
+from fluxbatch.output.ledger import Ledger
+from fluxbatch.storage.folder import RunFolder
 
 KINDS = ("parquet", "webdataset", "folder")
 COUNT = 25

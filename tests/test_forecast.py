@@ -16,11 +16,14 @@ import pyarrow.parquet as pq
 import pytest
 from test_run import do
 
-from fluxbatch import estimate, forecast, rates, shards, throughput
+from fluxbatch import forecast
 from fluxbatch.compose import with_config
 from fluxbatch.config import JobConfig
-from fluxbatch.estimate import Work
+from fluxbatch.output import shards
+from fluxbatch.plan import estimate, rates
+from fluxbatch.plan.estimate import Work
 from fluxbatch.records import Bucket
+from fluxbatch.telemetry import throughput
 
 ROOT = Path(__file__).parent.parent
 SQUARE, SMALL = Bucket(1024, 1024, 28), Bucket(512, 512, 28)

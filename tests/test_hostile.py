@@ -13,11 +13,11 @@ from fake_model import FakeModel
 from forge import forge
 from test_run import do, manifest, rows, settings, sound
 
-from fluxbatch import commit
 from fluxbatch.errors import ConfigError, FluxbatchError
-from fluxbatch.folder import RunFolder
-from fluxbatch.ledger import Ledger
-from fluxbatch.writers import stored_ids
+from fluxbatch.output.ledger import Ledger
+from fluxbatch.output.writers import stored_ids
+from fluxbatch.storage import commit
+from fluxbatch.storage.folder import RunFolder
 
 KINDS = ("parquet", "webdataset", "folder")
 IDS = (

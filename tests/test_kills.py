@@ -14,8 +14,8 @@ from conftest import Faults
 from forge import TESTS, Forge
 from test_run import data_files, ids_written, manifest, rows, settings, sound
 
-from fluxbatch.folder import RunFolder
-from fluxbatch.verify import verify
+from fluxbatch.output.verify import verify
+from fluxbatch.storage.folder import RunFolder
 
 KINDS = ("parquet", "webdataset", "folder")
 COUNT = 25

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 from fake_shards import FakePlan, commit_batches, compact, finish, output
 
-from fluxbatch import commit, shards
 from fluxbatch.errors import FluxbatchError
-from fluxbatch.folder import RunFolder
-from fluxbatch.ledger import Ledger, check_files, failed_rows, row_counts
-from fluxbatch.lines import read_lines
+from fluxbatch.output import shards
+from fluxbatch.output.ledger import Ledger, check_files, failed_rows, row_counts
 from fluxbatch.records import RowCounts, ShardCommit
+from fluxbatch.storage import commit
+from fluxbatch.storage.folder import RunFolder
+from fluxbatch.storage.lines import read_lines
 
 KINDS = ("parquet", "webdataset", "folder")
 LINE = ShardCommit(0, "data/shard-00000.parquet", rows=2, failed=0, bytes=9, sha256="0" * 64, mtime_ns=5)

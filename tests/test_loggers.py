@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from fluxbatch import loggers
 from fluxbatch.config import JobConfig, TelemetryConfig
 from fluxbatch.errors import ConfigError
-from fluxbatch.folder import RunFolder
-from fluxbatch.loggers import Loggers, require_loggers
+from fluxbatch.storage.folder import RunFolder
+from fluxbatch.telemetry import loggers
+from fluxbatch.telemetry.loggers import Loggers, require_loggers
 
 LINE = {
     "time": "2026-01-31T06:00:00+00:00", "rank": 0, "batch": 7, "bucket": "64x64-4", "images_per_s": 3.5,

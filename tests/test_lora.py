@@ -16,12 +16,13 @@ from test_run import do, manifest, rows
 from test_run import settings as job_settings
 from torch import Tensor
 
-from fluxbatch import job, word_verbs
+from fluxbatch import word_verbs
 from fluxbatch.config import LoraConfig, ModelConfig
 from fluxbatch.errors import ConfigError
-from fluxbatch.folder import RunFolder
 from fluxbatch.models import check_model, load_model, lora
 from fluxbatch.models.fused import ops
+from fluxbatch.output import job
+from fluxbatch.storage.folder import RunFolder
 
 PIPELINES: dict[str, Any] = {"flux1": FluxPipeline, "flux2": Flux2KleinPipeline}
 

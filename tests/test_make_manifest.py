@@ -10,7 +10,7 @@ import pytest
 
 from fluxbatch.command import run_command
 from fluxbatch.errors import ConfigError, ManifestError
-from fluxbatch.make_manifest import Made, make_manifest, read_order
+from fluxbatch.manifest.make_manifest import Made, make_manifest, read_order
 
 
 def make(tmp_path: Path, content: str | bytes | None = None, suffix: str = "csv", **words: str) -> Made:

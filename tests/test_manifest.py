@@ -12,7 +12,7 @@ import pytest
 
 from fluxbatch.config import ManifestConfig
 from fluxbatch.errors import ConfigError, ManifestError
-from fluxbatch.manifest import Manifest, open_manifest
+from fluxbatch.manifest.files import Manifest, open_manifest
 from fluxbatch.records import Rejection, RowRules
 
 RULES = {
@@ -477,13 +477,13 @@ def test_chunks_do_not_change_what_is_found(tmp_path: Path, monkeypatch):
     prompts = [f"cat {i}" if i % 7 else None for i in range(100)]
     path = write(tmp_path / "m.parquet", {"prompt": prompts, "tag": range(100)}, row_group_size=9)
     whole = check(opened(path))
-    monkeypatch.setattr("fluxbatch.manifest.CHUNK_ROWS", 11)
+    monkeypatch.setattr("fluxbatch.manifest.files.CHUNK_ROWS", 11)
     assert len(list(opened(path).chunks(RowRules(**RULES)))) > 9
     assert check(opened(path)) == whole
 
 
 def test_br06_long_prompts_make_smaller_chunks(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("fluxbatch.manifest.CHUNK_BYTES", 10_000)
+    monkeypatch.setattr("fluxbatch.manifest.files.CHUNK_BYTES", 10_000)
     long = [f"{i} " + "x" * 1000 for i in range(100)]
     path = write(tmp_path / "m.parquet", {"prompt": long, "unused": [b"y" * 10_000] * 100}, use_dictionary=False)
     chunks = list(opened(path, drop_columns=["unused"]).chunks(RowRules(**RULES)))

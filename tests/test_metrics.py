@@ -18,11 +18,7 @@ from typing import Any
 
 import pytest
 
-from fluxbatch import metrics
 from fluxbatch.config import TelemetryConfig
-from fluxbatch.folder import RunFolder
-from fluxbatch.metrics import GpuSampler, MetricsLog, PeakMemory, write_prometheus
-from fluxbatch.progress import Progress, duration, one_line
 from fluxbatch.records import (
     Batch,
     BatchPlan,
@@ -33,7 +29,11 @@ from fluxbatch.records import (
     RowResult,
     StageTimes,
 )
-from fluxbatch.throughput import recent_lines
+from fluxbatch.storage.folder import RunFolder
+from fluxbatch.telemetry import metrics
+from fluxbatch.telemetry.metrics import GpuSampler, MetricsLog, PeakMemory, write_prometheus
+from fluxbatch.telemetry.progress import Progress, duration, one_line
+from fluxbatch.telemetry.throughput import recent_lines
 
 UUID = "8b6f0000-1111-2222-3333-444455556666"
 

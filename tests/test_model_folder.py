@@ -17,8 +17,8 @@ from test_config import composed
 from fluxbatch import config, model_folder, verbs
 from fluxbatch.config import JobConfig
 from fluxbatch.errors import ConfigError
-from fluxbatch.manifest import open_manifest
-from fluxbatch.planner import survey
+from fluxbatch.manifest.files import open_manifest
+from fluxbatch.plan.planner import survey
 
 SD3 = "StableDiffusion3Pipeline"
 KL = {"block_out_channels": [128, 256, 512, 512]}

@@ -14,18 +14,21 @@ from forge import Done, Forge, forge
 from s3_server import BUCKET, s3_server
 from test_run import do, manifest, rows, settings
 
-from fluxbatch import commit, config, preflight, process, report
+from fluxbatch import config, process
 from fluxbatch.config import TelemetryConfig
-from fluxbatch.crew_view import CrewView
 from fluxbatch.errors import ConfigError, FluxbatchError
-from fluxbatch.folder import RunFolder
-from fluxbatch.lines import append_lines, lines_since, read_lines
-from fluxbatch.object_store import ObjectStore
-from fluxbatch.objects import ObjectPath
-from fluxbatch.one_row import written_row
-from fluxbatch.publish import publish
-from fluxbatch.repair import repair
-from fluxbatch.verify import verify
+from fluxbatch.output import preflight
+from fluxbatch.output.one_row import written_row
+from fluxbatch.output.publish import publish
+from fluxbatch.output.repair import repair
+from fluxbatch.output.verify import verify
+from fluxbatch.processes.crew_view import CrewView
+from fluxbatch.reports import report
+from fluxbatch.storage import commit
+from fluxbatch.storage.folder import RunFolder
+from fluxbatch.storage.lines import append_lines, lines_since, read_lines
+from fluxbatch.storage.object_store import ObjectStore
+from fluxbatch.storage.objects import ObjectPath
 
 obstore = pytest.importorskip("obstore")
 pytest.importorskip("moto")
@@ -156,7 +159,7 @@ def test_a_put_whose_answer_was_lost_counts_as_our_own(store: ObjectPath) -> Non
 def test_a_large_file_goes_up_in_parts_and_its_name_is_still_created_once(
     store: ObjectPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fluxbatch.object_store.WHOLE_PUT_BYTES", 1000)
+    monkeypatch.setattr("fluxbatch.storage.object_store.WHOLE_PUT_BYTES", 1000)
     path, content = store / "data" / "large", bytes(range(256)) * 40_000
     assert commit.publish_file(path, lambda file: file.write(content))  # type: ignore[arg-type]
     assert not commit.publish_file(path, lambda file: file.write(content[::-1]))  # type: ignore[arg-type]

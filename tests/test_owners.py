@@ -15,10 +15,11 @@ from conftest import Faults
 from forge import Done, Forge, forge
 from test_run import data_files, ids_written, manifest, rows, settings, sound
 
-from fluxbatch import commit, lease, process
+from fluxbatch import process
 from fluxbatch.errors import FolderBusyError
-from fluxbatch.folder import RunFolder
-from fluxbatch.lease import STALE_S, Lease
+from fluxbatch.storage import commit, lease
+from fluxbatch.storage.folder import RunFolder
+from fluxbatch.storage.lease import STALE_S, Lease
 
 RACERS = 4
 NAMES = 50

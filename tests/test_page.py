@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from fluxbatch import charts, page, throughput
-from fluxbatch.contact_sheet import Sample
-from fluxbatch.metrics import HANDOVERS, STAGES
+from fluxbatch.reports import charts, page
+from fluxbatch.reports.contact_sheet import Sample
+from fluxbatch.telemetry import throughput
+from fluxbatch.telemetry.metrics import HANDOVERS, STAGES
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fluxbatch.config import PlanConfig
-from fluxbatch.plan import AUTO_MAX_IMAGES, PlanPart, batch_size, plan_order, plan_part, plan_retry
+from fluxbatch.plan.cut import AUTO_MAX_IMAGES, PlanPart, batch_size, plan_order, plan_part, plan_retry
 from fluxbatch.records import Bucket
 
 sides = st.integers(1, 64).map(lambda n: 16 * n)

@@ -11,14 +11,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fluxbatch import plan_writer, planner, row_spool
 from fluxbatch.config import JobConfig, ManifestConfig, ModelConfig, PlanConfig, SamplerConfig
 from fluxbatch.errors import FluxbatchError, ManifestError
-from fluxbatch.folder import RunFolder
-from fluxbatch.manifest import Manifest, open_manifest
-from fluxbatch.planfile import RunPlan
-from fluxbatch.planner import Survey, add_retry, prepare, survey
+from fluxbatch.manifest.files import Manifest, open_manifest
+from fluxbatch.plan import plan_writer, planner, row_spool
+from fluxbatch.plan.planfile import RunPlan
+from fluxbatch.plan.planner import Survey, add_retry, prepare, survey
 from fluxbatch.records import Bucket, RowRules
+from fluxbatch.storage.folder import RunFolder
 
 RULES = {
     "height": 128, "width": 128, "num_inference_steps": 20, "guidance_scale": 3.5, "seed": 0, "size_multiple": 16,
@@ -131,7 +131,7 @@ def test_br05_prompts_arrive_byte_for_byte(job: Job):
 
 def test_br06_a_row_group_of_the_plan_holds_bounded_bytes(job: Job, monkeypatch):
     monkeypatch.setattr(plan_writer, "GROUP_BYTES", 10_000)
-    monkeypatch.setattr("fluxbatch.manifest.CHUNK_ROWS", 3)
+    monkeypatch.setattr("fluxbatch.manifest.files.CHUNK_ROWS", 3)
     job.write([{"id": str(n), "prompt": f"{n}" * 2000} for n in range(10, 40)])
     plan, _ = job.start()
     metadata = pq.read_metadata(job.folder.plan())

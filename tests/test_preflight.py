@@ -10,14 +10,15 @@ from fake_model import FakeModel
 from small_disks import fill, mounted, remount
 from test_run import do, manifest, rows, settings
 
-from fluxbatch import commit, preflight
 from fluxbatch.command import _disk_sentence
 from fluxbatch.config import OutputConfig
 from fluxbatch.errors import ConfigError, FluxbatchError, ManifestError
-from fluxbatch.folder import RunFolder
-from fluxbatch.left import Left
-from fluxbatch.manifest import open_manifest
+from fluxbatch.manifest.files import open_manifest
+from fluxbatch.output import preflight
+from fluxbatch.output.left import Left
 from fluxbatch.records import Bucket
+from fluxbatch.storage import commit
+from fluxbatch.storage.folder import RunFolder
 
 
 def never_loaded() -> FakeModel:

@@ -12,7 +12,7 @@ from test_report import Run, config, rows, start
 
 from fluxbatch import word_verbs
 from fluxbatch.errors import ConfigError, FluxbatchError
-from fluxbatch.publish import LEFT_OUT, PUBLISHED, publish
+from fluxbatch.output.publish import LEFT_OUT, PUBLISHED, publish
 
 
 class FakeApi:

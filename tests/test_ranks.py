@@ -20,18 +20,21 @@ from forge import Done, Forge, forge
 from test_owners import until
 from test_run import TESTS, data_files, do, ids_written, manifest, rows, settings, sound
 
-from fluxbatch import config, deal, helping, ranks, rates, throughput
+from fluxbatch import config, helping
 from fluxbatch.compose import with_config
 from fluxbatch.config import PlanConfig
 from fluxbatch.errors import ConfigError
-from fluxbatch.folder import RunFolder
-from fluxbatch.lease import Lease, live_owners, read_owner
-from fluxbatch.plan import PlanPart, plan_part
-from fluxbatch.planfile import RunPlan
-from fluxbatch.rates import Observed
+from fluxbatch.plan import deal, rates
+from fluxbatch.plan.cut import PlanPart, plan_part
+from fluxbatch.plan.planfile import RunPlan
+from fluxbatch.plan.rates import Observed
+from fluxbatch.processes import ranks
 from fluxbatch.records import Bucket
-from fluxbatch.report import status, status_words
+from fluxbatch.reports.report import status, status_words
 from fluxbatch.share import Share
+from fluxbatch.storage.folder import RunFolder
+from fluxbatch.storage.lease import Lease, live_owners, read_owner
+from fluxbatch.telemetry import throughput
 
 BIG, SMALL = Bucket(2048, 2048, 50), Bucket(256, 256, 4)
 WORLD_SIZES = (1, 2, 3, 8, 64)

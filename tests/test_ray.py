@@ -21,7 +21,9 @@ from conftest import Faults
 from forge import TESTS
 from test_run import data_files, do, ids_written, manifest, rows, settings, sound
 
-from fluxbatch import job, process, rates
+from fluxbatch import process
+from fluxbatch.output import job
+from fluxbatch.plan import rates
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'fluxbatch[ray]'")
 
@@ -31,8 +33,8 @@ from fluxbatch.cluster.crew import Event, Member
 from fluxbatch.cluster.dealer import Dealer
 from fluxbatch.cluster.driving import RayDrawing
 from fluxbatch.cluster.worker import Answer
-from fluxbatch.folder import RunFolder
-from fluxbatch.planfile import RunPlan
+from fluxbatch.plan.planfile import RunPlan
+from fluxbatch.storage.folder import RunFolder
 
 COUNT = 60  # rows, in six shards of three batches
 ON_RAY = ("run.engine=ray", "run.ray_resources=place:1", "telemetry.progress=lines", "telemetry.interval_s=1")

@@ -25,8 +25,8 @@ from fake_model import FakeModel, expected_pixels
 from PIL import Image
 from test_run import do, manifest, rows, settings
 
-from fluxbatch.folder import RunFolder
-from fluxbatch.planfile import RunPlan
+from fluxbatch.plan.planfile import RunPlan
+from fluxbatch.storage.folder import RunFolder
 
 Row = tuple[dict[str, Any], Image.Image]
 Reader = Callable[[Path], Iterator[Row]]

@@ -14,10 +14,10 @@ from forge import Forge
 from test_run import data_files, do, failing, ids_written, manifest, rows, seeded, settings, sound
 
 from fluxbatch.errors import ConfigError, ManifestError
-from fluxbatch.folder import RunFolder
-from fluxbatch.ledger import Ledger
-from fluxbatch.planfile import RunPlan
-from fluxbatch.verify import verify
+from fluxbatch.output.ledger import Ledger
+from fluxbatch.output.verify import verify
+from fluxbatch.plan.planfile import RunPlan
+from fluxbatch.storage.folder import RunFolder
 
 KINDS = ("parquet", "webdataset", "folder")
 REDO = "run.on_change=redo"

@@ -19,14 +19,15 @@ from forge import Forge
 from PIL import Image
 from test_run import data_files, do, failing, ids_written, manifest, rows, seeded, settings, sound
 
-from fluxbatch import command, commit
+from fluxbatch import command
 from fluxbatch.errors import FluxbatchError, FolderBusyError
-from fluxbatch.folder import RunFolder
-from fluxbatch.lease import Lease
-from fluxbatch.ledger import Ledger
-from fluxbatch.lines import append_lines
-from fluxbatch.repair import repair
-from fluxbatch.verify import ADVICE, verify
+from fluxbatch.output.ledger import Ledger
+from fluxbatch.output.repair import repair
+from fluxbatch.output.verify import ADVICE, verify
+from fluxbatch.storage import commit
+from fluxbatch.storage.folder import RunFolder
+from fluxbatch.storage.lease import Lease
+from fluxbatch.storage.lines import append_lines
 
 KINDS = ("parquet", "webdataset", "folder")
 

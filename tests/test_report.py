@@ -21,8 +21,6 @@ import pytest
 import yaml
 from PIL import Image, ImageFont
 
-from fluxbatch import report, shards, throughput
-from fluxbatch.card import dataset_card, json_feature, size_category
 from fluxbatch.config import (
     JobConfig,
     ModelConfig,
@@ -33,16 +31,20 @@ from fluxbatch.config import (
     SamplerConfig,
     row_rules,
 )
-from fluxbatch.contact_sheet import draw_sheet, fair_shares, read_images, take_samples, wrap
 from fluxbatch.errors import FluxbatchError
-from fluxbatch.folder import RunFolder
-from fluxbatch.ledger import Ledger
-from fluxbatch.manifest import open_manifest
-from fluxbatch.metrics import GpuSampler, MetricsLog, record_start
-from fluxbatch.planfile import RunPlan
-from fluxbatch.planner import add_retry, prepare
-from fluxbatch.progress import one_line
+from fluxbatch.manifest.files import open_manifest
+from fluxbatch.output import shards
+from fluxbatch.output.ledger import Ledger
+from fluxbatch.plan.planfile import RunPlan
+from fluxbatch.plan.planner import add_retry, prepare
 from fluxbatch.records import Batch, BatchPlan, CompressedBatch, RowFailure, RowResult, StageTimes
+from fluxbatch.reports import report
+from fluxbatch.reports.card import dataset_card, json_feature, size_category
+from fluxbatch.reports.contact_sheet import draw_sheet, fair_shares, read_images, take_samples, wrap
+from fluxbatch.storage.folder import RunFolder
+from fluxbatch.telemetry import throughput
+from fluxbatch.telemetry.metrics import GpuSampler, MetricsLog, record_start
+from fluxbatch.telemetry.progress import one_line
 
 KINDS = ["parquet", "webdataset", "folder"]
 HOSTILE = '<script>alert(1)</script> "><img src=x onerror=alert(2)> | `a` \n\x1b[31m{{ 7 * 7 }} 李明 👩‍🚀'

@@ -17,12 +17,12 @@ from test_cli import SMALL, fluxbatch
 from test_redo import Counting, edited, never_loaded
 from test_run import command, data_files, do, manifest, rows, settings, sound
 
-from fluxbatch import stored_images
 from fluxbatch.command import run_command
 from fluxbatch.errors import ConfigError
-from fluxbatch.folder import RunFolder
-from fluxbatch.ledger import Ledger
-from fluxbatch.planfile import RunPlan
+from fluxbatch.output import stored_images
+from fluxbatch.output.ledger import Ledger
+from fluxbatch.plan.planfile import RunPlan
+from fluxbatch.storage.folder import RunFolder
 
 STRIDE = 5  # of the steps at which a job is killed, an odd number: files are published in several steps each
 KINDS = ("parquet", "webdataset", "folder")

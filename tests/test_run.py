@@ -17,14 +17,15 @@ import pyarrow.parquet as pq
 import pytest
 from fake_model import FakeModel
 
-from fluxbatch import config, run, shards
+from fluxbatch import config, run
 from fluxbatch.compose import with_config
 from fluxbatch.errors import ConfigError, FluxbatchError, FolderBusyError, ManifestError
-from fluxbatch.folder import RunFolder
-from fluxbatch.ledger import Ledger
-from fluxbatch.planfile import RunPlan
+from fluxbatch.output import shards
+from fluxbatch.output.ledger import Ledger
+from fluxbatch.output.verify import verify
+from fluxbatch.plan.planfile import RunPlan
 from fluxbatch.records import RowCounts
-from fluxbatch.verify import verify
+from fluxbatch.storage.folder import RunFolder
 
 TESTS = Path(__file__).parent
 SHAPES = [(64, 64), (64, 96), (96, 64)]

@@ -10,14 +10,17 @@ from fake_model import FakeModel
 from fake_shards import FakePlan, commit_batches, finished
 from test_run import do, manifest, rows, settings
 
-from fluxbatch import folder, report, shards, throughput
-from fluxbatch.folder import RunFolder, shard_of
-from fluxbatch.lease import STALE_S, heartbeat_s
-from fluxbatch.ledger import Ledger
-from fluxbatch.left import Left, begun_batches, left_to_make
-from fluxbatch.planfile import RunPlan
+from fluxbatch.output import shards
+from fluxbatch.output.ledger import Ledger
+from fluxbatch.output.left import Left, begun_batches, left_to_make
+from fluxbatch.output.verify import verify
+from fluxbatch.plan.planfile import RunPlan
 from fluxbatch.planning import poll_s
-from fluxbatch.verify import verify
+from fluxbatch.reports import report
+from fluxbatch.storage import folder
+from fluxbatch.storage.folder import RunFolder, shard_of
+from fluxbatch.storage.lease import STALE_S, heartbeat_s
+from fluxbatch.telemetry import throughput
 
 
 def test_what_is_left_is_counted_without_a_look_at_shards_that_nobody_began(tmp_path: Path) -> None:
@@ -142,7 +145,7 @@ def test_status_of_an_untouched_plan_makes_no_batch(tmp_path: Path, monkeypatch:
     def never(*_: object, **__: object) -> None:
         raise AssertionError("a batch was listed")
 
-    monkeypatch.setattr("fluxbatch.plan.PlanPart.cut", never)
+    monkeypatch.setattr("fluxbatch.plan.cut.PlanPart.cut", never)
     for ledger in run.ledgers.iterdir():
         ledger.write_text("")
     assert Ledger.read(run).commits == {} and report.status(run)["pending"] == 25

@@ -18,9 +18,10 @@ from fake_shards import BUCKET, FakePlan, commit_batches, compact, finished, out
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fluxbatch import commit, shards, writers
 from fluxbatch.errors import FluxbatchError
-from fluxbatch.folder import RunFolder
+from fluxbatch.output import shards, writers
+from fluxbatch.storage import commit
+from fluxbatch.storage.folder import RunFolder
 
 KINDS = ("parquet", "webdataset", "folder")
 ODD_IDS = [

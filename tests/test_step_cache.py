@@ -15,13 +15,14 @@ from test_run import data_files, do, manifest, rows, settings, sound
 from tiny_models import model_config
 from torch import Tensor
 
-from fluxbatch import config, estimate
+from fluxbatch import config
 from fluxbatch.config import ModelConfig, OutputConfig, PipelineConfig, SamplerConfig
 from fluxbatch.errors import ConfigError
 from fluxbatch.models import Flow, PromptEmbeds, load_model
 from fluxbatch.pipeline.denoise import denoise
 from fluxbatch.pipeline.extrapolate import extrapolated
 from fluxbatch.pipeline.loop import run_pipeline
+from fluxbatch.plan import estimate
 from fluxbatch.records import Bucket, CompressedBatch
 from fluxbatch.step_cache import EVERY_STEP, SCHEDULES, StepCache
 

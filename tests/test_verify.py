@@ -12,13 +12,15 @@ import pytest
 from fake_shards import FakePlan, commit_batches, compact, finish, finished, output, png
 from PIL import Image
 
-from fluxbatch import commit, planner, shards, verify
 from fluxbatch.config import JobConfig, ManifestConfig, PlanConfig
-from fluxbatch.folder import RunFolder
-from fluxbatch.ledger import Ledger, failed_rows
-from fluxbatch.manifest import open_manifest
+from fluxbatch.manifest.files import open_manifest
+from fluxbatch.output import shards, verify
+from fluxbatch.output.ledger import Ledger, failed_rows
+from fluxbatch.output.writers import stored_rows
+from fluxbatch.plan import planner
 from fluxbatch.records import RowCounts, RowRules, ShardCommit
-from fluxbatch.writers import stored_rows
+from fluxbatch.storage import commit
+from fluxbatch.storage.folder import RunFolder
 
 KINDS = ("parquet", "webdataset", "folder")
 IDS = ["a", "B", "c.c", "d", "e"]

@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 
-from fluxbatch.batch_size import Machine, MeasuredSizes
 from fluxbatch.bench import jobs
 from fluxbatch.bench.headspace import CachedBatch
 from fluxbatch.bench.measure import Limit, free_memory, table
 from fluxbatch.config import JobConfig
 from fluxbatch.models import Model, memory
 from fluxbatch.pipeline.measure import LaunchMeter
+from fluxbatch.plan.batch_size import Machine, MeasuredSizes
 from fluxbatch.records import Bucket
 from fluxbatch.user_cache import VARIABLE
 

@@ -28,17 +28,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fluxbatch import config, deal, job, lease
+from fluxbatch import config
 from fluxbatch.config import JobConfig
-from fluxbatch.folder import RunFolder
-from fluxbatch.lease import Lease
-from fluxbatch.ledger import Ledger
-from fluxbatch.manifest import open_manifest
-from fluxbatch.plan import plan_part
-from fluxbatch.planner import prepare
-from fluxbatch.ranks import Rank
+from fluxbatch.manifest.files import open_manifest
+from fluxbatch.output import job
+from fluxbatch.output.ledger import Ledger
+from fluxbatch.plan import deal
+from fluxbatch.plan.cut import plan_part
+from fluxbatch.plan.planner import prepare
+from fluxbatch.processes.ranks import Rank
 from fluxbatch.records import Bucket, CompressedBatch, RowResult
 from fluxbatch.share import Share
+from fluxbatch.storage import lease
+from fluxbatch.storage.folder import RunFolder
+from fluxbatch.storage.lease import Lease
 
 # What a client asks a metadata server for; reads and writes of content go to others.
 CREATING = ("link", "mkdir", "rename", "replace", "unlink", "rmdir")

@@ -23,7 +23,7 @@ from fluxbatch.bench import jobs, recipes
 from fluxbatch.bench.measure import GIB, Limit, device_of
 from fluxbatch.config import JobConfig, ModelConfig
 from fluxbatch.models import Model, check_model, memory
-from fluxbatch.plan import batch_size
+from fluxbatch.plan.cut import batch_size
 from fluxbatch.records import Bucket, Request
 
 WARM_UP_STEPS = 4  # shapes are what is compiled, not steps

@@ -18,11 +18,11 @@ import pyarrow.parquet as pq
 
 from fluxbatch.bench.measure import device_of, parse_size, synchronize
 from fluxbatch.config import JobConfig, PlanConfig
-from fluxbatch.folder import RunFolder
-from fluxbatch.metrics import HANDOVERS, STAGES
 from fluxbatch.models import Model, WholeModel, load_model
 from fluxbatch.records import Bucket, Request, RowCounts
 from fluxbatch.run import run_job
+from fluxbatch.storage.folder import RunFolder
+from fluxbatch.telemetry.metrics import HANDOVERS, STAGES
 
 log = logging.getLogger(__name__)
 

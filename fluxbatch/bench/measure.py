@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from fluxbatch.config import JobConfig
-from fluxbatch.metrics import GpuSampler
 from fluxbatch.models import loading
+from fluxbatch.telemetry.metrics import GpuSampler
 
 GIB = 2**30
 SAMPLE_S = 0.2

@@ -26,11 +26,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fluxbatch.config import JobConfig, ManifestConfig
-from fluxbatch.folder import RunFolder
-from fluxbatch.manifest import open_manifest
-from fluxbatch.planfile import RunPlan
-from fluxbatch.planner import prepare, survey
+from fluxbatch.manifest.files import open_manifest
+from fluxbatch.plan.planfile import RunPlan
+from fluxbatch.plan.planner import prepare, survey
 from fluxbatch.records import RowRules
+from fluxbatch.storage.folder import RunFolder
 
 SHAPES = ((1024, 1024), (768, 1344), (1344, 768), (832, 1216), (1216, 832), (512, 512))
 WORDS = 4096  # of 7 letters and a space

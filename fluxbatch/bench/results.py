@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from fluxbatch.bench.measure import GIB, device_of
-from fluxbatch.commit import replace_file
 from fluxbatch.config import JobConfig
-from fluxbatch.job import settings_record
+from fluxbatch.output.job import settings_record
+from fluxbatch.storage.commit import replace_file
 
 log = logging.getLogger(__name__)
 

@@ -25,17 +25,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from fluxbatch import config, forecast, job, report, verify, writers
+from fluxbatch import config, forecast
 from fluxbatch.bench.plan_scale import measured
 from fluxbatch.config import JobConfig
-from fluxbatch.folder import RunFolder
-from fluxbatch.ledger import Ledger
-from fluxbatch.manifest import open_manifest
-from fluxbatch.planner import prepare
-from fluxbatch.ranks import Rank
+from fluxbatch.manifest.files import open_manifest
+from fluxbatch.output import job, verify, writers
+from fluxbatch.output.ledger import Ledger
+from fluxbatch.output.shards import data_file
+from fluxbatch.plan.planner import prepare
+from fluxbatch.processes.ranks import Rank
 from fluxbatch.records import ShardCommit
+from fluxbatch.reports import report
 from fluxbatch.run import run_job
-from fluxbatch.shards import data_file
+from fluxbatch.storage.folder import RunFolder
 
 LINE = {"wall_s": 1.0, "rows_ok": 4, "rows_failed": 0, "rows_padded": 0, "time": "2026-01-01T00:00:00.000+00:00"}
 

@@ -31,8 +31,8 @@ from fluxbatch.bench import jobs
 from fluxbatch.bench.measure import Limit, device_of, free_memory, table
 from fluxbatch.config import JobConfig
 from fluxbatch.errors import ConfigError
-from fluxbatch.folder import RunFolder
 from fluxbatch.models.compile_cache import VARIABLES
+from fluxbatch.storage.folder import RunFolder
 
 COLUMNS = ("name", "first image s", "step ms", "job s", "host GiB", "own host GiB", "device GiB", "compile s")
 # Cells of one recipe share a cache, in this order.

@@ -15,8 +15,8 @@ import os
 from fluxbatch import config
 from fluxbatch.config import JobConfig
 from fluxbatch.errors import ConfigError
-from fluxbatch.objects import ObjectPath
-from fluxbatch.ranks import Rank
+from fluxbatch.processes.ranks import Rank
+from fluxbatch.storage.objects import ObjectPath
 
 
 def require_ray(cfg: JobConfig, rank: Rank) -> None:

@@ -14,18 +14,19 @@ from pathlib import Path
 
 import numpy as np
 
-from fluxbatch import commit, drawing, lease
+from fluxbatch import drawing
 from fluxbatch.cluster.crew import Crew, Event, Member, connected
 from fluxbatch.cluster.dealer import Dealer
 from fluxbatch.cluster.worker import Order, versions
 from fluxbatch.config import JobConfig, amounts
-from fluxbatch.crew_view import CrewView
 from fluxbatch.drawing import LoadModel
 from fluxbatch.errors import ConfigError, FluxbatchError, ProcessLost
-from fluxbatch.folder import RunFolder
+from fluxbatch.processes.crew_view import CrewView
 from fluxbatch.records import ShardPlan
 from fluxbatch.share import Share
 from fluxbatch.stop import Stop
+from fluxbatch.storage import commit, lease
+from fluxbatch.storage.folder import RunFolder
 
 log = logging.getLogger(__name__)
 

@@ -16,17 +16,18 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fluxbatch import __version__, drawing, errors, job
+from fluxbatch import __version__, drawing, errors
 from fluxbatch.config import JobConfig
 from fluxbatch.drawing import Drawing, LoadModel
 from fluxbatch.errors import FluxbatchError, FolderBusyError, Interrupted
-from fluxbatch.folder import RunFolder
-from fluxbatch.lease import Lease
-from fluxbatch.ledger import Ledger
-from fluxbatch.planfile import RunPlan
-from fluxbatch.ranks import Rank
+from fluxbatch.output import job
+from fluxbatch.output.ledger import Ledger
+from fluxbatch.plan.planfile import RunPlan
+from fluxbatch.processes.ranks import Rank
 from fluxbatch.share import Share
 from fluxbatch.stop import Stop
+from fluxbatch.storage.folder import RunFolder
+from fluxbatch.storage.lease import Lease
 
 log = logging.getLogger(__name__)
 

@@ -28,11 +28,11 @@ from fluxbatch import config
 from fluxbatch.command import sentence
 from fluxbatch.compose import with_config
 from fluxbatch.errors import FluxbatchError
-from fluxbatch.folder import RunFolder
-from fluxbatch.manifest import open_manifest
-from fluxbatch.planner import survey
-from fluxbatch.repair import repair
-from fluxbatch.verify import verify
+from fluxbatch.manifest.files import open_manifest
+from fluxbatch.output.repair import repair
+from fluxbatch.output.verify import verify
+from fluxbatch.plan.planner import survey
+from fluxbatch.storage.folder import RunFolder
 
 PATIENCE_S = 60
 DONE, REFUSED, BAD = 0, 3, 9

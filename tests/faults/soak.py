@@ -17,8 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from fake_model import FakeModel
 
-from fluxbatch import config, drawing, metrics, run
+from fluxbatch import config, drawing, run
 from fluxbatch.compose import with_config
+from fluxbatch.telemetry import metrics
 
 TENTHS = 10
 

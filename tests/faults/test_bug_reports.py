@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from test_run import TESTS, command, data_files, do, finish_as, ids_written, manifest, rows, settings, sound, started
 
-from fluxbatch import report, shards
 from fluxbatch.errors import FluxbatchError
-from fluxbatch.folder import RunFolder
-from fluxbatch.verify import verify
+from fluxbatch.output import shards
+from fluxbatch.output.verify import verify
+from fluxbatch.reports import report
+from fluxbatch.storage.folder import RunFolder
 
 RUN = [sys.executable, str(TESTS / "run_fake.py"), "run"]
 

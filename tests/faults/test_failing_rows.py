@@ -13,9 +13,9 @@ from fake_model import FakeModel
 from test_run import TESTS, command, data_files, do, failing, ids_written, manifest, rows, seeded, settings, sound
 
 from fluxbatch.errors import FluxbatchError, ProcessLost
-from fluxbatch.folder import RunFolder
 from fluxbatch.pipeline.device import is_context_lost, is_out_of_memory
 from fluxbatch.records import RowCounts
+from fluxbatch.storage.folder import RunFolder
 
 LOST = "CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronously reported"
 POISONS = {

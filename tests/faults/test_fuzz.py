@@ -10,10 +10,11 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from fluxbatch import command, config, ranks, stop
+from fluxbatch import command, config, stop
 from fluxbatch.compose import with_config
 from fluxbatch.config import JobConfig
 from fluxbatch.errors import FluxbatchError
+from fluxbatch.processes import ranks
 
 HARNESS = Path(__file__).parent / "fuzz_doors.py"
 QUICK = {"manifest": 5, "footer": 5, "plan": 2, "ledger": 2, "part": 1, "rejected": 1, "job": 1}

@@ -1,0 +1,1 @@
+"""What happened, for people: status, report.json, report.html, contact sheet and dataset card."""
