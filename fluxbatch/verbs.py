@@ -11,7 +11,7 @@ from typing import Any
 
 from fluxbatch import config, job, model_folder
 from fluxbatch.config import JobConfig
-from fluxbatch.errors import EXIT_DISCREPANCY, EXIT_DONE, EXIT_ROW_ERRORS, ConfigError
+from fluxbatch.errors import EXIT_DISCREPANCY, EXIT_DONE, EXIT_INTERRUPTED, EXIT_ROW_ERRORS, ConfigError
 from fluxbatch.folder import RunFolder
 from fluxbatch.lora_files import lora_paths
 from fluxbatch.progress import counted
@@ -114,10 +114,23 @@ def verify(cfg: JobConfig) -> Answer:
     lines = [*_count_lines(counts), f"discrepancies: {len(found)}"]
     lines += [f"  {fault.file}: {fault.fault if moved and fault.is_set_aside else fault.message}" for fault in found]
     lines += [f"set aside: {move.file} as {move.now}" for move in moved]
+    lacks = _what_is_missing(folder, counts)
+    lines += [f"incomplete: {lacks}"] if lacks else []
+    answer["complete"] = not (lacks or found)
+    if found or not counts.balanced:
+        return answer, "\n".join(lines), EXIT_DISCREPANCY
+    return answer, "\n".join(lines), EXIT_INTERRUPTED if lacks and cfg.verify.complete else EXIT_DONE
+
+
+def _what_is_missing(folder: RunFolder, counts: RowCounts) -> str | None:
+    """What an unfinished run lacks, in a sentence; None for a finished one."""
     if counts.pending:
-        told = f"{counted(counts.pending, 'row')} {'is' if counts.pending == 1 else 'are'} pending"
-        lines += [f"incomplete: {told}; the same run command makes {'it' if counts.pending == 1 else 'them'}"]
-    return answer, "\n".join(lines), EXIT_DISCREPANCY if found or not counts.balanced else EXIT_DONE
+        are, them = ("is", "it") if counts.pending == 1 else ("are", "them")
+        return f"{counted(counts.pending, 'row')} {are} pending; the same run command makes {them}"
+    if folder.success.exists():
+        return None
+    lacks = "the report and _SUCCESS are missing" if folder.plan().exists() else "there is no plan"
+    return f"no row is pending, but {lacks}; the same run command goes on"
 
 
 def report(cfg: JobConfig) -> Answer:

@@ -18,6 +18,7 @@ import pytest
 from fake_model import FakeModel
 
 from fluxbatch import config, run, shards
+from fluxbatch.command import run_command
 from fluxbatch.compose import with_config
 from fluxbatch.errors import ConfigError, FluxbatchError, FolderBusyError, ManifestError
 from fluxbatch.folder import RunFolder
@@ -307,6 +308,24 @@ def test_neighbours_order_batches_and_pipeline_do_not_change_a_rows_image(tmp_pa
     manifest(tmp_path / "m.parquet", list(reversed(rows(25)))[:20])
     do(settings(tmp_path, out="reversed"))
     assert images("reversed").items() <= images("run").items()
+
+
+def test_verify_tells_scripts_who_ask_that_a_sound_run_is_not_finished(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest(tmp_path / "m.parquet", rows(45))
+    do(settings(tmp_path, "run.rank=1", "run.world_size=3"))
+    left = sound(tmp_path / "run").pending
+    asked = ["verify", "verify.complete=true", f"output.dir={tmp_path}/run"]
+    assert run_command(asked) == 75
+    assert f"incomplete: {left} rows are pending; the same run command makes them" in capsys.readouterr().out
+    assert run_command([asked[0], asked[2]]) == 0
+    do(settings(tmp_path))
+    assert run_command(asked) == 0
+    (tmp_path / "run" / "_SUCCESS").unlink()  # killed before its last step
+    assert run_command(asked) == 75
+    (tmp_path / "run" / "data" / "shard-00000.parquet").unlink()
+    assert run_command(asked) == 5, "damage comes first"
 
 
 # What changed underneath
