@@ -107,14 +107,18 @@ def _is_planned(folder: RunFolder, manifest: Manifest, cfg: JobConfig) -> bool:
     if plan is None or stored is None or cfg.run.retry_failed:
         return False
     same_rows = plan.planned == {"manifest_digest": manifest.digest, "rules": asdict(config.row_rules(cfg))}
-    return same_rows and not job.differences(plan.settings or stored["fingerprint"], cfg)
+    return same_rows and not changed_settings(plan, stored, cfg)
+
+
+def changed_settings(plan: RunPlan | None, stored: dict[str, Any], cfg: JobConfig) -> job.Differences:
+    """The output-affecting settings that are others than the job's: those of its last redo, else of its job.json."""
+    return job.differences(plan.settings if plan and plan.settings else stored["fingerprint"], cfg)
 
 
 def _settle_settings(folder: RunFolder, description: dict[str, Any], cfg: JobConfig, size_of: SizeOf) -> dict[str, Any]:
     """Refuse other output-affecting settings than the job's, or plan all rows again for them (run.on_change=redo)."""
     plan = RunPlan.open(folder)
-    stored = plan.settings if plan and plan.settings else description["fingerprint"]
-    changed = job.differences(stored, cfg)
+    changed = changed_settings(plan, description, cfg)
     if not changed:
         return description
     if cfg.run.on_change == "refuse":

@@ -19,7 +19,7 @@ from fluxbatch.config import JobConfig, RunConfig
 from fluxbatch.drawing import Drawing, LoadModel, launches_of, own_device, settle_packages, tell_prometheus
 from fluxbatch.drawing import check_model as _check_model
 from fluxbatch.drawing import load_model as _load_model
-from fluxbatch.errors import EXIT_DONE, EXIT_ROW_ERRORS, ConfigError
+from fluxbatch.errors import ConfigError, end_code
 from fluxbatch.folder import RunFolder
 from fluxbatch.lease import Lease
 from fluxbatch.ledger import Ledger
@@ -211,5 +211,4 @@ def _drop_empty(folder: RunFolder) -> None:
 
 
 def _exit_code(counts: RowCounts, cfg: JobConfig) -> int:
-    row_errors = counts.rejected + counts.failed > 0 and cfg.run.fail_on_row_errors
-    return EXIT_ROW_ERRORS if row_errors else EXIT_DONE
+    return end_code(counts.rejected + counts.failed, fail_on_row_errors=cfg.run.fail_on_row_errors)

@@ -11,7 +11,7 @@ from typing import Any
 
 from fluxbatch import config, job, model_folder
 from fluxbatch.config import JobConfig
-from fluxbatch.errors import EXIT_DISCREPANCY, EXIT_DONE, EXIT_INTERRUPTED, EXIT_ROW_ERRORS, ConfigError
+from fluxbatch.errors import EXIT_DISCREPANCY, EXIT_DONE, EXIT_INTERRUPTED, ConfigError
 from fluxbatch.folder import RunFolder
 from fluxbatch.lora_files import lora_paths
 from fluxbatch.progress import counted
@@ -59,20 +59,20 @@ def plan(cfg: JobConfig) -> Answer:
     _warn_of_missing_model(cfg)
     lora_paths(cfg.model)
     cfg = _settled(cfg)
-    _refuse_other_settings(RunFolder(config.output_dir(cfg)), cfg)
-    answer = forecast.forecast(cfg)
-    row_errors = answer["rejected"] and cfg.run.fail_on_row_errors
-    return answer, forecast.words(answer), EXIT_ROW_ERRORS if row_errors else EXIT_DONE
+    answer = forecast.forecast(cfg, changed=_changed_settings(RunFolder(config.output_dir(cfg)), cfg))
+    return answer, forecast.words(answer), answer["exit_code"]
 
 
-def _refuse_other_settings(folder: RunFolder, cfg: JobConfig) -> None:
+def _changed_settings(folder: RunFolder, cfg: JobConfig) -> job.Differences:
+    """Those for which a run makes all rows again. ConfigError where it refuses them."""
     from fluxbatch.planfile import RunPlan
+    from fluxbatch.planning import changed_settings
 
     stored = job.read_job(folder)
-    if stored is not None and cfg.run.on_change == "refuse":
-        planned = RunPlan.open(folder)
-        settings = planned.settings if planned and planned.settings else stored["fingerprint"]
-        job.refuse_differences(folder, job.differences(settings, cfg))
+    changed = changed_settings(RunPlan.open(folder), stored, cfg) if stored else {}
+    if cfg.run.on_change == "refuse":
+        job.refuse_differences(folder, changed)
+    return changed
 
 
 def compile(cfg: JobConfig) -> Answer:

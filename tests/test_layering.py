@@ -20,6 +20,7 @@ RANKS = [
     {"rows", "estimate", "batch_size", "row_spool", "deal"},
     {"manifest", "planfile"},
     {"row_keys", "plan_writer"},
+    {"edits"},
     {"planner", "prompt_files"},
     {"writers", "prompt_columns"},
     {"shards", "make_manifest"},

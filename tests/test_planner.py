@@ -53,7 +53,7 @@ class Job:
         return prepare(self.folder, open_manifest(self.cfg.manifest), RowRules(**{**RULES, **rules}), self.cfg)
 
     def survey(self, **rules) -> Survey:
-        return survey(open_manifest(self.cfg.manifest), RowRules(**{**RULES, **rules}), self.cfg.manifest)
+        return survey(open_manifest(self.cfg.manifest), RowRules(**{**RULES, **rules}), self.cfg)
 
     def files(self) -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in self.folder.root.iterdir()}

@@ -156,6 +156,15 @@ def test_an_edited_row_that_is_rejected_now_cannot_be_made_again(tmp_path: Path)
         do(settings(tmp_path, REDO), never_loaded)
 
 
+def test_of_many_edited_rows_one_that_is_rejected_now_stops_the_redo(tmp_path: Path) -> None:
+    manifest(tmp_path / "m.parquet", [{"id": f"{n:02}", "prompt": "p", "height": 64, "width": 64} for n in range(25)])
+    do(settings(tmp_path))
+    changed = [{"id": f"{n:02}", "prompt": "q" if n < 24 else None, "height": 64, "width": 64} for n in range(25)]
+    manifest(tmp_path / "m.parquet", changed)
+    with pytest.raises(ManifestError, match="rejected now \\(id '24'\\)"):
+        do(settings(tmp_path, REDO), never_loaded)
+
+
 def test_a_row_is_edited_while_its_shard_is_open(tmp_path: Path, forked: Forge) -> None:
     manifest(tmp_path / "m.parquet", rows(25))
     forked(settings(tmp_path), KILL_AT="publish:8")
