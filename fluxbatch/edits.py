@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from fluxbatch.config import JobConfig
-from fluxbatch.errors import FluxbatchError, ManifestError
+from fluxbatch.errors import ConfigError, FluxbatchError, ManifestError
 from fluxbatch.manifest import Manifest
 from fluxbatch.planfile import RunPlan
 from fluxbatch.records import RowRules
@@ -28,7 +28,7 @@ def find_edits(
     keys.add_planned(plan)
     edited = keys.find_edited()
     if edited and cfg.run.on_change == "refuse":
-        return edited, ManifestError(_edits_sentence(keys, spool, plan, manifest, rules, cfg))
+        return edited, _edits_error(keys, spool, plan, manifest, rules, cfg)
     gone = [row_id for row_id, *_ in keys.edited_examples(NAMED_EDITS, rejected=True)]
     if gone:
         return edited, ManifestError(
@@ -38,10 +38,13 @@ def find_edits(
     return edited, None
 
 
-def _edits_sentence(
+def _edits_error(
     keys: RowKeys, spool: RowSpool, plan: RunPlan, manifest: Manifest, rules: RowRules, cfg: JobConfig
-) -> str:
-    """Which rows were edited, and in which columns; which defaults changed, if that is why."""
+) -> FluxbatchError:
+    """Which rows were edited, and in which columns. Where their defaults are others, it is these settings that differ.
+
+    As with all settings: they are mended first, and only then do rows count as edited.
+    """
     number, examples = keys.num_edited(), keys.edited_examples(NAMED_EDITS)
     new = {row["id"]: row for row in spool.chosen(sorted(row for _, row, *_ in examples if row is not None))}
     by_columns: dict[str, list[str]] = {}
@@ -51,14 +54,18 @@ def _edits_sentence(
     ids = f"(id {told}{', ...' if number > len(examples) else ''})"
     changed = changed_rules(plan, rules, cfg)
     if changed:
-        return f"{', '.join(changed)}: that changes {number} planned rows {ids}; {OTHERWISE}"
+        return ConfigError(f"{', '.join(changed)}: that changes {number} planned rows {ids}; {OTHERWISE}")
     place = "" if manifest.has_ids else "; without an id column a row is known by its place only"
-    return f"{number} planned rows were edited since {ids}{place}; give them new ids, or: {OTHERWISE}"
+    told = f"{number} planned rows were edited since {ids}{place}"
+    return ManifestError(f"{told}; give them new ids, or: {OTHERWISE}")
 
 
 def changed_rules(plan: RunPlan, rules: RowRules, cfg: JobConfig) -> list[str]:
-    """The settings that gave rows their defaults and are others now: key, old and new value."""
-    before, now = plan.files[-1].identity["rules"], asdict(rules)
+    """The settings that gave rows their defaults and are others than when these were last compared with the plan.
+
+    Key, old and new value.
+    """
+    before, now = (plan.planned or plan.files[-1].identity)["rules"], asdict(rules)
     return [
         f"{_key(name, cfg)} was {before[name]}, is {now[name]}"
         for name in now

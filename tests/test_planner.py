@@ -13,7 +13,7 @@ import pytest
 
 from fluxbatch import plan_writer, planner, row_spool
 from fluxbatch.config import JobConfig, ManifestConfig, ModelConfig, PlanConfig, SamplerConfig
-from fluxbatch.errors import FluxbatchError, ManifestError
+from fluxbatch.errors import ConfigError, FluxbatchError, ManifestError
 from fluxbatch.folder import RunFolder
 from fluxbatch.manifest import Manifest, open_manifest
 from fluxbatch.planfile import RunPlan
@@ -302,7 +302,7 @@ def test_any_edit_is_refused_also_one_that_makes_the_row_invalid(job: Job, edit)
 def test_a_default_that_changed_is_named(job: Job):
     job.write([{"id": "a", "prompt": "x"}])
     job.start()
-    with pytest.raises(ManifestError, match=r"sampler\.guidance_scale was 3\.5, is 4\.0.*'a'"):
+    with pytest.raises(ConfigError, match=r"sampler\.guidance_scale was 3\.5, is 4\.0.*'a'"):
         job.start(guidance_scale=4.0)
 
 
