@@ -23,6 +23,7 @@ from fluxbatch.compose import with_config
 from fluxbatch.errors import ConfigError, FluxbatchError, FolderBusyError, ManifestError
 from fluxbatch.folder import RunFolder
 from fluxbatch.ledger import Ledger
+from fluxbatch.metrics import MetricsLog
 from fluxbatch.planfile import RunPlan
 from fluxbatch.records import RowCounts
 from fluxbatch.verify import verify
@@ -525,6 +526,20 @@ def test_an_exception_of_the_model_ends_the_run_with_its_place_and_leaves_rows_p
     counts = sound(tmp_path / "run")
     assert counts.failed == 0 and counts.pending == 40
     assert do(settings(tmp_path))[0].written == 40
+
+
+def test_an_error_is_not_hidden_by_a_batch_log_that_cannot_be_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unreachable(log: MetricsLog) -> None:
+        raise OSError(5, "the store is out of reach")
+
+    manifest(tmp_path / "m.parquet", seeded(8))
+    monkeypatch.setattr(MetricsLog, "flush", unreachable)
+    with pytest.raises(RuntimeError) as raised:
+        do(settings(tmp_path), lambda: FakeModel(fail_at={"decode": 1}))
+    assert any("stage decode, shard 0, batch 0" in note for note in raised.value.__notes__)
+    assert "the batch log was not ended: OSError: [Errno 5] the store is out of reach" in caplog.messages
 
 
 def test_prometheus_file_tells_the_rows_by_state(tmp_path: Path) -> None:
