@@ -24,6 +24,7 @@ from fluxbatch.planfile import RunPlan
 from fluxbatch.planner import Changes, add_redo, add_retry, prepare
 from fluxbatch.progress import duration
 from fluxbatch.ranks import Rank
+from fluxbatch.records import Bucket
 from fluxbatch.row_keys import Earlier
 
 log = logging.getLogger(__name__)
@@ -49,18 +50,26 @@ def plan_job(
     lease: Lease,
     *,
     size_of: SizeOf,
+    require_model: Callable[[], None],
     earlier: Earlier | None,
     check: Callable[[], None],
 ) -> Planned:
     """Start the folder's job or go on with it. `check` is called while another rank plans, and raises to stop.
 
+    `require_model` is called before rows are planned that are to be drawn, and raises where they cannot be.
+
     Raises a FluxbatchError for a folder, settings or rows that do not fit what was begun there.
     """
+
+    def size_of_drawn(bucket: Bucket, num_rows: int) -> int:
+        require_model()
+        return size_of(bucket, num_rows)
+
     manifest = open_manifest(cfg.manifest)
     with _turn(folder, rank, lease, is_over=lambda: _is_planned(folder, manifest, cfg), check=check):
         description = job.open_job(folder, cfg)
-        description = _settle_settings(folder, description, cfg, size_of)
-        plan, changes = prepare(folder, manifest, config.row_rules(cfg), cfg, size_of=size_of, earlier=earlier)
+        description = _settle_settings(folder, description, cfg, size_of_drawn)
+        plan, changes = prepare(folder, manifest, config.row_rules(cfg), cfg, size_of=size_of_drawn, earlier=earlier)
         _say_changes(changes, description, cfg)
         redone = [
             (file.path.name, file.part.num_rows, file.settings) for file in plan.files if file.part.kind == "redo"
@@ -68,8 +77,10 @@ def plan_job(
         description = job.record_redo(folder, cfg, description, redone)
         description = job.record_reuse(folder, description, plan.reuse)
         committed = _sound_ledger(folder, plan, rank)
-        if cfg.run.retry_failed:
-            plan = add_retry(folder, plan, ledger.failed_rows(folder, committed, plan))
+        failed = ledger.failed_rows(folder, committed, plan) if cfg.run.retry_failed else {}
+        if failed:
+            require_model()
+            plan = add_retry(folder, plan, failed)
     return Planned(description, plan, changes, committed)
 
 

@@ -354,6 +354,28 @@ def test_appended_rows_are_added_after_success_and_other_sizes_apply_to_them_alo
     sound(tmp_path / "run")
 
 
+@pytest.mark.parametrize("more", ["rows", "a retry"])
+def test_a_model_that_is_gone_is_refused_before_a_finished_job_is_planned_to_have_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: str
+) -> None:
+    def gone(cfg: config.JobConfig) -> None:
+        raise ConfigError("model.path must be a folder")
+
+    manifest(tmp_path / "m.parquet", seeded(8))
+    do(settings(tmp_path), failing(range(2)))
+    monkeypatch.setattr(run, "_check_model", gone)
+    monkeypatch.setattr(run, "_load_model", lambda cfg, rank: pytest.fail("it was to be refused before"))
+    started = settings(tmp_path, f"run.retry_failed={str(more == 'a retry').lower()}")
+    if more == "rows":
+        manifest(tmp_path / "m.parquet", list(reversed(seeded(8))))
+        assert with_config(started, lambda cfg: run.run_job(cfg)[1]) == 4, "nothing is new, so no model is asked for"
+        manifest(tmp_path / "m.parquet", seeded(9))
+    before = sorted((tmp_path / "run").rglob("*"))
+    with pytest.raises(ConfigError, match=r"model\.path must be a folder"):
+        with_config(started, lambda cfg: run.run_job(cfg)[1])
+    assert sorted((tmp_path / "run").rglob("*")) == before and (tmp_path / "run" / "_SUCCESS").exists()
+
+
 def test_deleted_rows_are_kept(tmp_path: Path) -> None:
     manifest(tmp_path / "m.parquet", rows(25))
     do(settings(tmp_path))
