@@ -188,6 +188,7 @@ class VerifyConfig:
 
     decode: bool = True
     repair: bool = False  # set damaged files aside, so that a run makes their rows again
+    complete: bool = False  # an unfinished run is sound, but ends with 75
 
 
 @dataclass

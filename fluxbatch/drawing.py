@@ -95,7 +95,12 @@ class Drawing:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        self._exit.close()
+        try:
+            self._exit.close()  # on an object store the batch log is only written here
+        except Exception as later:
+            if error is None:
+                raise
+            log.warning("the batch log was not ended: %s: %s", type(later).__name__, later)
         if error is None and self._tellers is not None:
             self._peaks.say()
             self._share.refresh()  # the last shard's file is still being made, and its size is remembered too

@@ -11,6 +11,11 @@ EXIT_INTERRUPTED = 75
 EXIT_LOST = 71  # of a supervised process only, for its supervisor: ProcessLost, where others end with 1
 
 
+def end_code(row_errors: int, *, fail_on_row_errors: bool) -> int:
+    """What a job that is done ends with, so many of its rows being rejected or failed."""
+    return EXIT_ROW_ERRORS if row_errors and fail_on_row_errors else EXIT_DONE
+
+
 class FluxbatchError(Exception):
     """A fatal error that a person can act on; `exit_code` is what the process ends with."""
 

@@ -9,20 +9,24 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain
 from typing import Any
 
 from fluxbatch import config
 from fluxbatch.config import JobConfig
-from fluxbatch.manifest.files import Manifest, open_manifest
+from fluxbatch.errors import end_code
+from fluxbatch.manifest.files import open_manifest
+from fluxbatch.output.job import Differences
 from fluxbatch.output.ledger import Ledger, row_counts
-from fluxbatch.output.left import left_in_folder
+from fluxbatch.output.left import begun_batches, left_in_folder, left_to_make
 from fluxbatch.output.reuse import open_earlier
 from fluxbatch.plan import deal, estimate, rates
 from fluxbatch.plan.batch_size import RememberedSizes
-from fluxbatch.plan.cut import PlanPart, SizeOf, plan_part, with_seconds
+from fluxbatch.plan.cut import PlanPart, SecondsOf, SizeOf, plan_part, with_seconds
+from fluxbatch.plan.edits import changed_rules
 from fluxbatch.plan.estimate import Hours, Memory, Spread, Work
-from fluxbatch.plan.planfile import RunPlan
-from fluxbatch.plan.planner import OTHERWISE, Survey, changed_rules, survey
+from fluxbatch.plan.planfile import RunPlan, Supersedes
+from fluxbatch.plan.planner import Since, Survey, next_part, survey
 from fluxbatch.plan.rates import Known, Observed
 from fluxbatch.processes import devices
 from fluxbatch.records import Bucket
@@ -36,20 +40,36 @@ SAMPLED_SHARDS = 500
 CPU = "a CPU"  # as a device of rates
 
 
-def forecast(cfg: JobConfig) -> dict[str, Any]:
-    """The plan of a job, what is left of it, and what that will take."""
+def forecast(cfg: JobConfig, *, changed: Differences | None = None) -> dict[str, Any]:
+    """The plan of a job, what is left of it, what that will take, and the exit code that a run would end with.
+
+    `changed`: settings that are others than the folder's, so that all of its rows are made again.
+    """
     folder, manifest = RunFolder(config.output_dir(cfg)), open_manifest(cfg.manifest)
-    found = survey(manifest, config.row_rules(cfg), cfg.manifest, earlier=open_earlier(cfg))
-    sizes = RememberedSizes(cfg)
-    part, taken = plan_part(found.counts, plan=cfg.plan, size_of=sizes), plan_part(found.taken, plan=cfg.plan)
     standing = RunPlan.open(folder)
-    there = _standing(folder, standing, manifest, found, cfg) if standing else None
-    work = list(_left(folder, standing, found, cfg, sizes) if standing else _planned(part))
-    known = _known(folder, standing, cfg)
-    dealt = standing.parts if standing else (with_seconds(part, estimate.image_seconds(cfg, known)),)
-    costs = _costs(work, cfg, known, copied=[] if standing else list(_planned(taken)), dealt=dealt)
+    found = survey(manifest, config.row_rules(cfg), cfg, plan=standing, earlier=open_earlier(cfg))
+    sizes, known = RememberedSizes(cfg), _known(folder, standing, cfg)
+    image_s = estimate.image_seconds(cfg, known)
+    part, taken = plan_part(found.counts, plan=cfg.plan, size_of=sizes), plan_part(found.taken, plan=cfg.plan)
+    if standing:
+        draft = _draft(standing, found.since, cfg, sizes, image_s, redo_all=bool(changed))
+        there = _standing(folder, standing, found.since, changed or {}, cfg)
+        work, copied, dealt = list(_left(folder, standing, draft)), found.since and found.since.taken, draft.parts
+    else:
+        there, work, copied, dealt = None, list(_planned(part)), found.taken, (with_seconds(part, image_s),)
+    costs = _costs(work, cfg, known, copied=list(_planned(plan_part(copied or {}, plan=cfg.plan))), dealt=dealt)
     answer = _answer(found, part, taken, sizes) | {"run": there, **costs, "output_dir": str(folder.root)}
+    answer |= {"exit_code": _exit_code(found, there, cfg)}
     return answer | {"ahead_of_time": _ahead_of_time(answer["buckets"]) if cfg.model.compile == "aot" else None}
+
+
+def _exit_code(found: Survey, there: Mapping[str, Any] | None, cfg: JobConfig) -> int:
+    """As far as it is known before a row is drawn."""
+    if found.since and found.since.refusal:
+        return found.since.refusal.exit_code
+    tried_again = cfg.run.retry_failed or (there and there["settings_changed"])
+    failed = there["failed"] if there and not tried_again else 0
+    return end_code(sum(found.rejected.values()) + failed, fail_on_row_errors=cfg.run.fail_on_row_errors)
 
 
 def _ahead_of_time(buckets: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -66,7 +86,7 @@ def _ahead_of_time(buckets: Sequence[Mapping[str, Any]]) -> list[str]:
 def launches(cfg: JobConfig) -> set[tuple[Bucket, int]]:
     """Each shape that a run would launch, and the images in it, whatever of it is on the disk already."""
     folder = RunFolder(config.output_dir(cfg))
-    found = survey(open_manifest(cfg.manifest), config.row_rules(cfg), cfg.manifest, earlier=open_earlier(cfg))
+    found = survey(open_manifest(cfg.manifest), config.row_rules(cfg), cfg, earlier=open_earlier(cfg))
     part = plan_part(found.counts, plan=cfg.plan, size_of=RememberedSizes(cfg))
     standing = RunPlan.open(folder)
     if standing is None:
@@ -104,21 +124,45 @@ def _answer(found: Survey, part: PlanPart, taken: PlanPart, sizes: RememberedSiz
     }
 
 
-def _standing(folder: RunFolder, plan: RunPlan, manifest: Manifest, found: Survey, cfg: JobConfig) -> dict[str, Any]:
-    """How far the run in the folder is, and how many rows the manifest has grown by since."""
+def _standing(
+    folder: RunFolder, plan: RunPlan, since: Since | None, changed: Differences, cfg: JobConfig
+) -> dict[str, Any]:
+    """How far the run in the folder is, and what a run would find changed since."""
     ledger = Ledger.read(folder, plan.revisions)
-    same = plan.planned == {"manifest_digest": manifest.digest, "rules": asdict(config.row_rules(cfg))}
     counts = row_counts(folder, plan, ledger)
-    accepted = sum(found.counts.values()) + sum(found.taken.values())
     return {
         "written": counts.written,
         "failed": counts.failed,
         "pending": counts.pending,
         "in_open_shards": left_in_folder(folder, plan, ledger)[1],
-        "manifest_unchanged": same,
-        "settings_changed": changed_rules(plan, config.row_rules(cfg), cfg),
-        "rows_added": 0 if same else max(0, accepted - plan.num_rows),
+        "manifest_unchanged": since is None,
+        "defaults_changed": changed_rules(plan, config.row_rules(cfg), cfg),
+        "settings_changed": changed,
+        "rows_added": sum(since.added.values()) if since else 0,
+        "rows_edited": since.num_edited if since else 0,
+        "rows_deleted": since.num_deleted if since else 0,
+        "refused": str(since.refusal) if since and since.refusal else None,
     }
+
+
+def _draft(
+    standing: RunPlan, since: Since | None, cfg: JobConfig, size_of: SizeOf, image_s: SecondsOf, *, redo_all: bool
+) -> RunPlan:
+    """The plan as a run would have it before it draws. Of one that is refused, without the edited rows."""
+
+    def grown(plan: RunPlan, kind: str, counts: Mapping[Bucket, int], supersedes: Supersedes) -> RunPlan:
+        return plan.with_part(
+            next_part(counts, plan.parts[-1], cfg.plan, size_of, image_s=image_s, kind=kind), supersedes
+        )
+
+    draft = standing
+    if since and since.num_edited and not since.refusal:
+        draft = grown(draft, "redo", since.edited, since.places)
+    if redo_all:
+        draft = grown(draft, "redo", draft.bucket_rows(), dict.fromkeys(s.index for s in draft.shards() if s.num_kept))
+    if since:
+        draft = grown(draft, "rows", Counter(since.added) - Counter(since.taken), {})
+    return draft
 
 
 def _planned(part: PlanPart) -> Iterator[Work]:
@@ -126,16 +170,13 @@ def _planned(part: PlanPart) -> Iterator[Work]:
         yield Work(run.bucket, run.num_rows, batches * run.batch_size)
 
 
-def _left(folder: RunFolder, plan: RunPlan, found: Survey, cfg: JobConfig, size_of: SizeOf) -> Iterator[Work]:
-    """The planned batches that are not on the disk, and the rows that a bucket has more of than the plan."""
-    left, _ = left_in_folder(folder, plan, Ledger.read(folder, plan.revisions))
-    for bucket, of_bucket in left.items():
-        yield Work(bucket, of_bucket.rows, of_bucket.launched)
-    planned = plan.bucket_rows()
-    rows_now = Counter(found.counts) + Counter(found.taken)
-    added = {bucket: rows - planned.get(bucket, 0) for bucket, rows in rows_now.items()}
-    grown = {bucket: rows for bucket, rows in added.items() if rows > 0}
-    yield from _planned(plan_part(grown, plan=cfg.plan, size_of=size_of))
+def _left(folder: RunFolder, standing: RunPlan, draft: RunPlan) -> Iterator[Work]:
+    """What is not on the disk of the planned batches, and all of the parts that a run would add."""
+    ledger = Ledger.read(folder, standing.revisions)
+    begun = (draft.shard(shard.index) for shard in standing.shards() if not ledger.complete(shard))
+    added = chain.from_iterable(map(draft.shards_of, draft.parts[len(standing.parts) :]))
+    left, _ = left_to_make(draft, chain(begun, added), begun_batches(folder))
+    return (Work(bucket, of_bucket.rows, of_bucket.launched) for bucket, of_bucket in left.items() if of_bucket.rows)
 
 
 def _known(folder: RunFolder, plan: RunPlan | None, cfg: JobConfig) -> list[Known]:
@@ -263,11 +304,23 @@ def _run_lines(answer: Mapping[str, Any]) -> list[str]:
     line = f"already there: {run['written']:,} written, {run['failed']:,} failed"
     line += f", {run['in_open_shards']:,} in open shards" if run["in_open_shards"] else ""
     left = counted(answer["to_draw"], "row")
-    lines = [line, f"left to draw: {left}; what follows is for them" if answer["to_draw"] else "left to draw: nothing"]
+    lines = [line, *_change_lines(run, answer["exit_code"])]
+    return [*lines, f"left to draw: {left}; what follows is for them" if answer["to_draw"] else "left to draw: nothing"]
+
+
+def _change_lines(run: Mapping[str, Any], exit_code: int) -> list[str]:
+    lines = []
     if not run["manifest_unchanged"]:
-        told = ", ".join(run["settings_changed"]) or "the manifest has changed since"
-        lines += [f"  {told}: a run draws added rows and refuses others than planned; {OTHERWISE}"]
-    return lines
+        told = (
+            f"{counted(run['rows_added'], 'row')} added, {run['rows_edited']:,} edited, {run['rows_deleted']:,} deleted"
+        )
+        lines += [f"since it was planned: {told} (which are kept)"]
+    if run["settings_changed"]:
+        told = ", ".join(f"{key} was {of['was']!r}, is {of['is']!r}" for key, of in run["settings_changed"].items())
+        lines += [f"all rows are made again: {told}"]
+    elif run["rows_edited"] and not run["refused"]:
+        lines += ["edited rows are made again"]
+    return [*lines, f"a run would end with {exit_code}: {run['refused']}"] if run["refused"] else lines
 
 
 def _hour_lines(answer: Mapping[str, Any]) -> list[str]:

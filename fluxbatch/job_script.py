@@ -6,6 +6,7 @@ The scripts stand in one place: what a person reads there, this fills in line by
 from __future__ import annotations
 
 import argparse
+import logging
 import re
 import shlex
 import sys
@@ -16,7 +17,14 @@ from typing import NoReturn
 from fluxbatch import config
 from fluxbatch.compose import with_config
 from fluxbatch.config import JobConfig
-from fluxbatch.errors import EXIT_DONE, ConfigError
+from fluxbatch.errors import EXIT_DONE, ConfigError, FluxbatchError
+from fluxbatch.manifest.files import open_manifest
+from fluxbatch.plan.planfile import RunPlan
+from fluxbatch.processes import devices
+from fluxbatch.storage.folder import RunFolder
+from fluxbatch.telemetry.progress import counted
+
+log = logging.getLogger(__name__)
 
 USAGE = "jobs slurm [--array N | --tasks N] [--python PATH] [--to FILE] key=value ..."
 HEADER = "# Made by `python -m fluxbatch jobs slurm`. Give sbatch your limits beside it: -t 4:00:00 --cpus-per-task=4"
@@ -40,7 +48,10 @@ def write_script(arguments: Sequence[str]) -> str:
     words, settings = parser.parse_known_args(arguments)
     if words.array and words.tasks:
         raise ConfigError(f"--array and --tasks are two ways to start ranks, got {words.array} and {words.tasks}")
-    name = _checked_name(settings)
+    cfg = _checked(settings)
+    if cfg is not None:
+        _warn_of_idle_ranks(cfg, tasks=words.array or words.tasks or 1)
+    name = config.run_name(cfg) if cfg is not None else "fluxbatch"
     text = slurm_script(settings, name=name, array=words.array, tasks=words.tasks, python=words.python)
     if words.to is None:
         return text.rstrip("\n")
@@ -54,9 +65,9 @@ def _number(text: str) -> int:
     return int(text)
 
 
-def _checked_name(settings: list[str]) -> str:
-    """The name of the run that these settings make; ConfigError where they make none."""
-    names: list[str] = []
+def _checked(settings: list[str]) -> JobConfig | None:
+    """The job that these settings make; ConfigError where they make none. None where they only ask for words."""
+    made: list[JobConfig] = []
 
     def check(cfg: JobConfig) -> int:
         config.check(cfg)
@@ -64,11 +75,35 @@ def _checked_name(settings: list[str]) -> str:
             raise ConfigError("manifest.path must be given, or a job= that has it")
         if cfg.run.rank is not None:
             raise ConfigError(f"run.rank must be left to the script, got {cfg.run.rank}")
-        names.append(config.run_name(cfg))
+        made.append(cfg)
         return EXIT_DONE
 
     with_config(settings, check)
-    return names[0] if names else "fluxbatch"
+    return made[0] if made else None
+
+
+def _warn_of_idle_ranks(cfg: JobConfig, *, tasks: int) -> None:
+    ranks = tasks * (len(devices.named(cfg.run.devices)) if cfg.run.devices is not None else 1)  # of `all` one at least
+    shards = _num_shards(cfg)
+    if shards is not None and shards < ranks:
+        log.warning("%d ranks for %s: %d of them would have nothing to draw; ask for fewer, or plan smaller shards "
+                    "(plan.shard_size=%d)", ranks, counted(shards, "shard"), ranks - shards,
+                    cfg.plan.shard_size)  # fmt: skip
+
+
+def _num_shards(cfg: JobConfig) -> int | None:
+    """Those of the plan that stands, else as many as the manifest may fill; None where neither is to be seen here."""
+    paths = cfg.manifest.path if isinstance(cfg.manifest.path, list) else [cfg.manifest.path]
+    if any("://" in path for path in [*paths, cfg.output.dir or ""]):
+        return None  # a script is made without a network
+    try:
+        plan = RunPlan.open(RunFolder(config.output_dir(cfg)))
+        if plan is not None:
+            return sum(part.num_shards for part in plan.parts)
+        return -(-open_manifest(cfg.manifest).num_rows // cfg.plan.shard_size)
+    except (FluxbatchError, OSError) as error:
+        log.debug("the run will say so too, where it runs: %s", error)
+        return None
 
 
 def slurm_script(

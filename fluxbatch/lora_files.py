@@ -6,6 +6,9 @@ A job is another one once a file's content is another; where the file lies does 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +42,26 @@ def lora_digests(cfg: ModelConfig) -> list[dict[str, Any]] | None:
     if not cfg.loras:
         return None
     files = zip(cfg.loras, lora_paths(cfg), strict=True)
-    return [{"sha256": _sha256(path), "weight": lora.weight} for lora, path in files]
+    return [{"sha256": _sha256(path, _stamp(path)), "weight": lora.weight} for lora, path in files]
 
 
-def _sha256(path: Path) -> str:
+def _stamp(path: Path) -> tuple[int, ...]:
+    """Another one whenever the file may have changed."""
+    with _named(path):
+        stat = path.stat()
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+@cache
+def _sha256(path: Path, stamp: tuple[int, ...]) -> str:
+    """Read once: a start asks several times what its settings are, a rank that waits for the plan at each look."""
+    with _named(path), open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
     try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        yield
     except OSError as error:
         raise FluxbatchError(f"{path}: {error.strerror}") from error

@@ -24,6 +24,7 @@ from fluxbatch.plan.planfile import RunPlan
 from fluxbatch.plan.planner import Changes, add_redo, add_retry, prepare
 from fluxbatch.plan.row_keys import Earlier
 from fluxbatch.processes.ranks import Rank
+from fluxbatch.records import Bucket
 from fluxbatch.storage.folder import RunFolder
 from fluxbatch.storage.lease import Lease, who
 from fluxbatch.telemetry.progress import duration
@@ -51,18 +52,26 @@ def plan_job(
     lease: Lease,
     *,
     size_of: SizeOf,
+    require_model: Callable[[], None],
     earlier: Earlier | None,
     check: Callable[[], None],
 ) -> Planned:
     """Start the folder's job or go on with it. `check` is called while another rank plans, and raises to stop.
 
+    `require_model` is called before rows are planned that are to be drawn, and raises where they cannot be.
+
     Raises a FluxbatchError for a folder, settings or rows that do not fit what was begun there.
     """
+
+    def size_of_drawn(bucket: Bucket, num_rows: int) -> int:
+        require_model()
+        return size_of(bucket, num_rows)
+
     manifest = open_manifest(cfg.manifest)
     with _turn(folder, rank, lease, is_over=lambda: _is_planned(folder, manifest, cfg), check=check):
         description = job.open_job(folder, cfg)
-        description = _settle_settings(folder, description, cfg, size_of)
-        plan, changes = prepare(folder, manifest, config.row_rules(cfg), cfg, size_of=size_of, earlier=earlier)
+        description = _settle_settings(folder, description, cfg, size_of_drawn)
+        plan, changes = prepare(folder, manifest, config.row_rules(cfg), cfg, size_of=size_of_drawn, earlier=earlier)
         _say_changes(changes, description, cfg)
         redone = [
             (file.path.name, file.part.num_rows, file.settings) for file in plan.files if file.part.kind == "redo"
@@ -70,8 +79,10 @@ def plan_job(
         description = job.record_redo(folder, cfg, description, redone)
         description = job.record_reuse(folder, description, plan.reuse)
         committed = _sound_ledger(folder, plan, rank)
-        if cfg.run.retry_failed:
-            plan = add_retry(folder, plan, ledger.failed_rows(folder, committed, plan))
+        failed = ledger.failed_rows(folder, committed, plan) if cfg.run.retry_failed else {}
+        if failed:
+            require_model()
+            plan = add_retry(folder, plan, failed)
     return Planned(description, plan, changes, committed)
 
 
@@ -109,14 +120,18 @@ def _is_planned(folder: RunFolder, manifest: Manifest, cfg: JobConfig) -> bool:
     if plan is None or stored is None or cfg.run.retry_failed:
         return False
     same_rows = plan.planned == {"manifest_digest": manifest.digest, "rules": asdict(config.row_rules(cfg))}
-    return same_rows and not job.differences(plan.settings or stored["fingerprint"], cfg)
+    return same_rows and not changed_settings(plan, stored, cfg)
+
+
+def changed_settings(plan: RunPlan | None, stored: dict[str, Any], cfg: JobConfig) -> job.Differences:
+    """The output-affecting settings that are others than the job's: those of its last redo, else of its job.json."""
+    return job.differences(plan.settings if plan and plan.settings else stored["fingerprint"], cfg)
 
 
 def _settle_settings(folder: RunFolder, description: dict[str, Any], cfg: JobConfig, size_of: SizeOf) -> dict[str, Any]:
     """Refuse other output-affecting settings than the job's, or plan all rows again for them (run.on_change=redo)."""
     plan = RunPlan.open(folder)
-    stored = plan.settings if plan and plan.settings else description["fingerprint"]
-    changed = job.differences(stored, cfg)
+    changed = changed_settings(plan, description, cfg)
     if not changed:
         return description
     if cfg.run.on_change == "refuse":

@@ -18,7 +18,7 @@ from fluxbatch.config import JobConfig, RunConfig
 from fluxbatch.drawing import Drawing, LoadModel, launches_of, own_device, settle_packages, tell_prometheus
 from fluxbatch.drawing import check_model as _check_model
 from fluxbatch.drawing import load_model as _load_model
-from fluxbatch.errors import EXIT_DONE, EXIT_ROW_ERRORS, ConfigError
+from fluxbatch.errors import ConfigError, end_code
 from fluxbatch.output import ledger, preflight
 from fluxbatch.output.ledger import Ledger
 from fluxbatch.output.reuse import open_earlier
@@ -56,8 +56,9 @@ def run_job(cfg: JobConfig, *, load: LoadModel | None = None) -> tuple[RowCounts
     folder = RunFolder(config.output_dir(cfg))
     if folder.root.exists() and not folder.root.is_dir():
         raise ConfigError(f"output.dir must be a folder, got the file {folder.root}")
-    if load is None and cfg.run.engine == "local" and not folder.success.exists() and not cfg.run.plan_only:
-        _check_model(cfg)
+    require_model = _model_check(cfg, load)
+    if not folder.success.exists():  # else once there turns out to be something to draw
+        require_model()
     require_loggers(cfg.telemetry.loggers)
     rank = ranks.resolve(cfg.run, os.environ)
     require_ray(cfg, rank)
@@ -72,7 +73,9 @@ def run_job(cfg: JobConfig, *, load: LoadModel | None = None) -> tuple[RowCounts
         log.info("output.dir %s, rank %d of %d", folder.root, rank.index, rank.world_size)
         model = functools.cache(functools.partial(load or _load_model, cfg, rank))
         size_of = _size_of(cfg, rank, model, stop)
-        planned = plan_job(folder, cfg, rank, lease, size_of=size_of, earlier=earlier, check=stop.check)
+        planned = plan_job(
+            folder, cfg, rank, lease, size_of=size_of, require_model=require_model, earlier=earlier, check=stop.check
+        )
         if cfg.run.plan_only:
             counts = ledger.row_counts(folder, planned.plan, planned.ledger)
             return counts, _exit_code(counts, cfg)
@@ -89,6 +92,13 @@ def run_job(cfg: JobConfig, *, load: LoadModel | None = None) -> tuple[RowCounts
         if share.pending:
             stop.check()
     return counts, _exit_code(counts, cfg)
+
+
+def _model_check(cfg: JobConfig, load: LoadModel | None) -> Callable[[], None]:
+    """Refuses, once, a model that is not there or cannot run here: not on Ray, where workers draw, nor for a plan."""
+    if load is not None or cfg.run.engine != "local" or cfg.run.plan_only:
+        return lambda: None
+    return functools.cache(functools.partial(_check_model, cfg))
 
 
 def _drawing(share: Share, model: Callable[[], AnyModel], stop: Stop, load: LoadModel | None) -> Drawing | RayDrawing:
@@ -216,5 +226,4 @@ def _drop_empty(folder: RunFolder) -> None:
 
 
 def _exit_code(counts: RowCounts, cfg: JobConfig) -> int:
-    row_errors = counts.rejected + counts.failed > 0 and cfg.run.fail_on_row_errors
-    return EXIT_ROW_ERRORS if row_errors else EXIT_DONE
+    return end_code(counts.rejected + counts.failed, fail_on_row_errors=cfg.run.fail_on_row_errors)

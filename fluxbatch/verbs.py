@@ -11,7 +11,7 @@ from typing import Any
 
 from fluxbatch import config, model_folder
 from fluxbatch.config import JobConfig
-from fluxbatch.errors import EXIT_DISCREPANCY, EXIT_DONE, EXIT_ROW_ERRORS, ConfigError
+from fluxbatch.errors import EXIT_DISCREPANCY, EXIT_DONE, EXIT_INTERRUPTED, ConfigError
 from fluxbatch.lora_files import lora_paths
 from fluxbatch.output import job
 from fluxbatch.records import RowCounts
@@ -60,20 +60,20 @@ def plan(cfg: JobConfig) -> Answer:
     _warn_of_missing_model(cfg)
     lora_paths(cfg.model)
     cfg = _settled(cfg)
-    _refuse_other_settings(RunFolder(config.output_dir(cfg)), cfg)
-    answer = forecast.forecast(cfg)
-    row_errors = answer["rejected"] and cfg.run.fail_on_row_errors
-    return answer, forecast.words(answer), EXIT_ROW_ERRORS if row_errors else EXIT_DONE
+    answer = forecast.forecast(cfg, changed=_changed_settings(RunFolder(config.output_dir(cfg)), cfg))
+    return answer, forecast.words(answer), answer["exit_code"]
 
 
-def _refuse_other_settings(folder: RunFolder, cfg: JobConfig) -> None:
+def _changed_settings(folder: RunFolder, cfg: JobConfig) -> job.Differences:
+    """Those for which a run makes all rows again. ConfigError where it refuses them."""
     from fluxbatch.plan.planfile import RunPlan
+    from fluxbatch.planning import changed_settings
 
     stored = job.read_job(folder)
-    if stored is not None and cfg.run.on_change == "refuse":
-        planned = RunPlan.open(folder)
-        settings = planned.settings if planned and planned.settings else stored["fingerprint"]
-        job.refuse_differences(folder, job.differences(settings, cfg))
+    changed = changed_settings(RunPlan.open(folder), stored, cfg) if stored else {}
+    if cfg.run.on_change == "refuse":
+        job.refuse_differences(folder, changed)
+    return changed
 
 
 def compile(cfg: JobConfig) -> Answer:
@@ -115,10 +115,23 @@ def verify(cfg: JobConfig) -> Answer:
     lines = [*_count_lines(counts), f"discrepancies: {len(found)}"]
     lines += [f"  {fault.file}: {fault.fault if moved and fault.is_set_aside else fault.message}" for fault in found]
     lines += [f"set aside: {move.file} as {move.now}" for move in moved]
+    lacks = _what_is_missing(folder, counts)
+    lines += [f"incomplete: {lacks}"] if lacks else []
+    answer["complete"] = not (lacks or found)
+    if found or not counts.balanced:
+        return answer, "\n".join(lines), EXIT_DISCREPANCY
+    return answer, "\n".join(lines), EXIT_INTERRUPTED if lacks and cfg.verify.complete else EXIT_DONE
+
+
+def _what_is_missing(folder: RunFolder, counts: RowCounts) -> str | None:
+    """What an unfinished run lacks, in a sentence; None for a finished one."""
     if counts.pending:
-        told = f"{counted(counts.pending, 'row')} {'is' if counts.pending == 1 else 'are'} pending"
-        lines += [f"incomplete: {told}; the same run command makes {'it' if counts.pending == 1 else 'them'}"]
-    return answer, "\n".join(lines), EXIT_DISCREPANCY if found or not counts.balanced else EXIT_DONE
+        are, them = ("is", "it") if counts.pending == 1 else ("are", "them")
+        return f"{counted(counts.pending, 'row')} {are} pending; the same run command makes {them}"
+    if folder.success.exists():
+        return None
+    lacks = "the report and _SUCCESS are missing" if folder.plan().exists() else "there is no plan"
+    return f"no row is pending, but {lacks}; the same run command goes on"
 
 
 def report(cfg: JobConfig) -> Answer:

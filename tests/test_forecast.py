@@ -14,11 +14,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fake_model import FakeModel
 from test_run import do
 
-from fluxbatch import forecast
+from fluxbatch import forecast, verbs
 from fluxbatch.compose import with_config
 from fluxbatch.config import JobConfig
+from fluxbatch.errors import ConfigError, ManifestError
 from fluxbatch.output import shards
 from fluxbatch.plan import estimate, rates
 from fluxbatch.plan.estimate import Work
@@ -240,23 +242,71 @@ def test_plan_of_a_run_that_was_stopped_tells_what_is_left_and_rests_on_what_it_
     assert "left to draw: nothing" in command("plan", *settings).stdout
 
 
-def test_rows_that_the_manifest_has_grown_by_are_planned_on_top(tmp_path: Path) -> None:
-    rows = [{"id": f"r{n}", "prompt": "p", "height": 64, "width": 64, "seed": n} for n in range(6)]
-    pq.write_table(pa.Table.from_pylist(rows[:4]), tmp_path / "m.parquet")
-    settings = [f"manifest.path={tmp_path}/m.parquet", f"output.dir={tmp_path}/run"]
-    assert command(*settings, script="tests/run_fake.py").returncode == 0
+def planned(*settings: str) -> tuple[int, dict[str, Any], str]:
+    """The exit code of `plan`, its answer for scripts and its words."""
+    answers = []
+    with_config(list(settings), lambda cfg: answers.append(verbs.plan(cfg)) or 0)  # type: ignore[func-returns-value]
+    [(answer, words, code)] = answers
+    assert code == answer["exit_code"]
+    return code, answer, words
+
+
+def test_plan_tells_what_a_run_would_find_changed_and_ends_as_the_run_does(tmp_path: Path) -> None:
+    rows = [{"id": f"r{n}", "prompt": "p", "height": 64, "width": 64, "seed": n} for n in range(12)]
+    pq.write_table(pa.Table.from_pylist(rows[:9]), tmp_path / "m.parquet")
+    settings = [f"manifest.path={tmp_path}/m.parquet", f"output.dir={tmp_path}/run", "plan.batch_size=1"]
+    do([*settings, "plan.shard_size=4"])
+    pq.write_table(pa.Table.from_pylist(rows[2:]), tmp_path / "m.parquet")
+    code, answer, words = planned(*settings)
+    assert (code, answer["to_draw"], answer["run"]["manifest_unchanged"]) == (0, 3, False)
+    assert "since it was planned: 3 rows added, 0 edited, 2 deleted (which are kept)\nleft to draw: 3 rows" in words
+    edited = [row | {"prompt": "other"} if row["id"] in ("r3", "r8") else row for row in rows[2:]]
+    pq.write_table(pa.Table.from_pylist(edited), tmp_path / "m.parquet")
+    code, answer, words = planned(*settings)
+    assert [answer["run"][f"rows_{kind}"] for kind in ("added", "edited", "deleted")] == [3, 2, 2]
+    assert (code, answer["to_draw"]) == (3, 3)
+    assert "a run would end with 3: 2 planned rows were edited since (id 'r3', 'r8' (prompt)); give them" in words
+    before = sorted((tmp_path / "run").rglob("*"))
+    code, answer, words = planned(*settings, "run.on_change=redo")
+    assert (code, answer["to_draw"]) == (0, 5) and "edited rows are made again\nleft to draw: 5 rows" in words
+    code, answer, words = planned(*settings, "run.on_change=redo", "output.image_format=webp")
+    assert (code, answer["to_draw"]) == (0, 12)
+    assert "all rows are made again: output.image_format was 'png', is 'webp'" in words
+    with pytest.raises(ConfigError, match=r"output\.image_format must be 'png', got 'webp'"):
+        planned(*settings, "output.image_format=webp")
+    assert sorted((tmp_path / "run").rglob("*")) == before
+
+
+def test_plan_counts_an_edited_row_once_that_an_open_shard_still_lacks(tmp_path: Path) -> None:
+    rows = [{"id": f"r{n}", "prompt": "p", "height": 64, "width": 64} for n in range(8)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "m.parquet")
-    answer = json.loads(command("plan", "--json", *settings).stdout)
-    assert (answer["to_draw"], answer["run"]["rows_added"], answer["run"]["manifest_unchanged"]) == (2, 2, False)
-    assert "the manifest has changed since: a run draws added rows" in command("plan", *settings).stdout
+    settings = [f"manifest.path={tmp_path}/m.parquet", f"output.dir={tmp_path}/run", "plan.batch_size=1"]
+    do([*settings, "plan.shard_size=4", "run.rank=0", "run.world_size=2"])  # the other shard is pending
+    pq.write_table(pa.Table.from_pylist([row | {"prompt": "other"} for row in rows]), tmp_path / "m.parquet")
+    assert planned(*settings, "run.on_change=redo")[1]["to_draw"] == 8
+
+
+def test_plan_ends_with_4_where_rows_have_failed_and_with_3_where_a_run_cannot_add_a_row(tmp_path: Path) -> None:
+    rows = [{"id": f"r{n}", "prompt": "p", "height": 64, "width": 64, "seed": n, "tag": "t"} for n in range(4)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "m.parquet")
+    settings = [f"manifest.path={tmp_path}/m.parquet", f"output.dir={tmp_path}/run"]
+    do(settings, lambda: FakeModel(nan_pixels=[2]))
+    assert planned(*settings)[0] == do(settings)[1] == 4
+    assert planned(*settings, "run.retry_failed=true")[0] == 0
+    pq.write_table(pa.Table.from_pylist([rows[0] | {"id": "new", "price": 1.0}, *rows]), tmp_path / "m.parquet")
+    code, _, words = planned(*settings)
+    assert code == 3 and "a run would end with 3: column price is not in the plan that this run began with" in words
+    with pytest.raises(ManifestError, match="column price is not in the plan"):
+        do(settings)
 
 
 def test_a_default_that_has_changed_since_is_told_by_plan_as_a_run_refuses_it(tmp_path: Path) -> None:
     pq.write_table(pa.table({"id": ["a"], "prompt": ["p"]}), tmp_path / "m.parquet")
     settings = [f"manifest.path={tmp_path}/m.parquet", f"output.dir={tmp_path}/run", "sampler.height=64"]
-    assert command(*settings, "sampler.num_inference_steps=4", script="tests/run_fake.py").returncode == 0
-    words = command("plan", *settings, "sampler.num_inference_steps=8").stdout
-    assert "sampler.num_inference_steps was 4, is 8: a run draws added rows and refuses others than planned" in words
+    do([*settings, "sampler.num_inference_steps=4"])
+    code, _, words = planned(*settings, "sampler.num_inference_steps=8")
+    assert code == 2
+    assert "a run would end with 2: sampler.num_inference_steps was 4, is 8: that changes 1 planned rows" in words
 
 
 def test_a_manifest_without_an_accepted_row_has_no_shard_to_divide(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """LoRA: equal to what diffusers and peft fuse, before anything else is done to the weights; nothing passed over."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -241,6 +242,15 @@ def test_an_altered_file_is_another_job_and_a_moved_one_is_not(tmp_path: Path) -
     cfg.model.loras[0].path = str(tmp_path / "b.safetensors")
     [(key, was, now)] = word_verbs._changed_settings(RunFolder(tmp_path / "run"), cfg)
     assert key == "model.loras" and was == [kept] != now, "what render tells where the bytes differ"
+
+
+def test_a_start_reads_a_file_once_to_know_it_by_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest(tmp_path / "m.parquet", rows(4))
+    path, read = write_lora(tmp_path / "a.safetensors", peft(DIFFUSERS_FLUX1)), []
+    digest = hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", lambda file, kind: read.append(file.name) or digest(file, kind))
+    do(job_settings(tmp_path, f"model.loras=[{{path:{path}}}]"))
+    assert read.count(str(path)) == 1
 
 
 def test_the_recorded_settings_name_the_loras_again(tmp_path: Path) -> None:

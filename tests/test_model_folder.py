@@ -178,7 +178,7 @@ def surveyed(tmp_path: Path) -> Callable[..., Any]:
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / "m.parquet")
         cfg = settled(write(tmp_path / name, name))
         cfg.manifest.path = str(tmp_path / "m.parquet")
-        return survey(open_manifest(cfg.manifest), config.row_rules(cfg), cfg.manifest)
+        return survey(open_manifest(cfg.manifest), config.row_rules(cfg), cfg)
 
     return of
 

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from fluxbatch.config import JobConfig, ManifestConfig, ModelConfig, PlanConfig, SamplerConfig
-from fluxbatch.errors import FluxbatchError, ManifestError
+from fluxbatch.errors import ConfigError, FluxbatchError, ManifestError
 from fluxbatch.manifest.files import Manifest, open_manifest
 from fluxbatch.plan import plan_writer, planner, row_spool
 from fluxbatch.plan.planfile import RunPlan
@@ -53,7 +53,7 @@ class Job:
         return prepare(self.folder, open_manifest(self.cfg.manifest), RowRules(**{**RULES, **rules}), self.cfg)
 
     def survey(self, **rules) -> Survey:
-        return survey(open_manifest(self.cfg.manifest), RowRules(**{**RULES, **rules}), self.cfg.manifest)
+        return survey(open_manifest(self.cfg.manifest), RowRules(**{**RULES, **rules}), self.cfg)
 
     def files(self) -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in self.folder.root.iterdir()}
@@ -302,7 +302,7 @@ def test_any_edit_is_refused_also_one_that_makes_the_row_invalid(job: Job, edit)
 def test_a_default_that_changed_is_named(job: Job):
     job.write([{"id": "a", "prompt": "x"}])
     job.start()
-    with pytest.raises(ManifestError, match=r"sampler\.guidance_scale was 3\.5, is 4\.0.*'a'"):
+    with pytest.raises(ConfigError, match=r"sampler\.guidance_scale was 3\.5, is 4\.0.*'a'"):
         job.start(guidance_scale=4.0)
 
 

@@ -21,6 +21,7 @@ from test_owners import until
 from test_run import TESTS, data_files, do, ids_written, manifest, rows, settings, sound
 
 from fluxbatch import config, helping
+from fluxbatch.command import run_command
 from fluxbatch.compose import with_config
 from fluxbatch.config import PlanConfig
 from fluxbatch.errors import ConfigError
@@ -78,6 +79,28 @@ def test_a_shards_cost_is_its_launches_padding_too() -> None:
     part = plan_part({BIG: 15, SMALL: 8}, plan=PlanConfig(batch_size=4, shard_size=10), image_s=lambda bucket: 1.0)
     batches = [[batch.size for batch in part.shard(index).batches] for index in range(3)]
     assert part.shard_costs().tolist() == [sum(sizes) * 10**6 for sizes in batches] == [12e6, 16e6, 4e6]
+
+
+def test_a_script_for_more_ranks_than_shards_says_so_in_a_line_beside_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    def warned(*words: str) -> list[str]:
+        caplog.clear()
+        assert run_command(["jobs", "slurm", *words, *settings(tmp_path)]) == 0
+        assert "would have nothing" not in capsys.readouterr().out, "that is the script"
+        return caplog.messages
+
+    assert warned("--array", "4") == [], "a manifest that is not there yet"
+    manifest(tmp_path / "m.parquet", rows(25))  # three shards
+    assert warned("--array", "3") == warned("--tasks", "3") == []
+    [line] = warned("--array", "4")
+    assert line == (
+        "4 ranks for 3 shards: 1 of them would have nothing to draw; "
+        "ask for fewer, or plan smaller shards (plan.shard_size=10)"
+    )
+    assert "4 ranks for 3 shards" in warned("--tasks", "2", "run.devices=[cpu,cpu]")[0]
+    do(settings(tmp_path, "plan.shard_size=5"))
+    assert warned("--array", "5") == [], "the shards of the plan that stands"
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

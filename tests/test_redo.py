@@ -156,6 +156,15 @@ def test_an_edited_row_that_is_rejected_now_cannot_be_made_again(tmp_path: Path)
         do(settings(tmp_path, REDO), never_loaded)
 
 
+def test_of_many_edited_rows_one_that_is_rejected_now_stops_the_redo(tmp_path: Path) -> None:
+    manifest(tmp_path / "m.parquet", [{"id": f"{n:02}", "prompt": "p", "height": 64, "width": 64} for n in range(25)])
+    do(settings(tmp_path))
+    changed = [{"id": f"{n:02}", "prompt": "q" if n < 24 else None, "height": 64, "width": 64} for n in range(25)]
+    manifest(tmp_path / "m.parquet", changed)
+    with pytest.raises(ManifestError, match="rejected now \\(id '24'\\)"):
+        do(settings(tmp_path, REDO), never_loaded)
+
+
 def test_a_row_is_edited_while_its_shard_is_open(tmp_path: Path, forked: Forge) -> None:
     manifest(tmp_path / "m.parquet", rows(25))
     forked(settings(tmp_path), KILL_AT="publish:8")
@@ -228,12 +237,23 @@ def test_a_default_that_changed_makes_the_rows_again_that_use_it(tmp_path: Path)
     content = [{"id": f"{n}", "prompt": f"p {n}", "guidance_scale": None if n < 2 else 3.0} for n in range(6)]
     manifest(tmp_path / "m.parquet", content)
     do(settings(tmp_path, "sampler.guidance_scale=1.5"))
-    with pytest.raises(ManifestError, match=r"sampler\.guidance_scale was 1\.5, is 2\.5: that changes 2 planned rows"):
+    with pytest.raises(ConfigError, match=r"sampler\.guidance_scale was 1\.5, is 2\.5: that changes 2 planned rows"):
         do(settings(tmp_path, "sampler.guidance_scale=2.5"), never_loaded)
     assert do(settings(tmp_path, "sampler.guidance_scale=2.5", REDO))[0].written == 6
     scales = {row["id"]: row["guidance_scale"] for row in pq.read_table(tmp_path / "run" / "data").to_pylist()}
     assert scales == {"0": 2.5, "1": 2.5, "2": 3.0, "3": 3.0, "4": 3.0, "5": 3.0}
     sound(tmp_path / "run")
+
+
+def test_a_default_that_changed_is_not_blamed_for_an_edit_once_a_start_has_found_that_no_row_uses_it(
+    tmp_path: Path,
+) -> None:
+    manifest(tmp_path / "m.parquet", [row | {"guidance_scale": 3.0} for row in rows(5)])
+    do(settings(tmp_path, "sampler.guidance_scale=1.5"))
+    do(settings(tmp_path, "sampler.guidance_scale=2.5"), never_loaded)
+    manifest(tmp_path / "m.parquet", [row | {"guidance_scale": 3.0} for row in edited(2, count=5)])
+    with pytest.raises(ManifestError, match="1 planned rows were edited"):
+        do(settings(tmp_path, "sampler.guidance_scale=2.5"), never_loaded)
 
 
 def test_ranks_redo_their_shares(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import pytest
 from fake_model import FakeModel
 
 from fluxbatch import config, run
+from fluxbatch.command import run_command
 from fluxbatch.compose import with_config
 from fluxbatch.errors import ConfigError, FluxbatchError, FolderBusyError, ManifestError
 from fluxbatch.output import shards
@@ -26,6 +27,7 @@ from fluxbatch.output.verify import verify
 from fluxbatch.plan.planfile import RunPlan
 from fluxbatch.records import RowCounts
 from fluxbatch.storage.folder import RunFolder
+from fluxbatch.telemetry.metrics import MetricsLog
 
 TESTS = Path(__file__).parent
 SHAPES = [(64, 64), (64, 96), (96, 64)]
@@ -310,6 +312,24 @@ def test_neighbours_order_batches_and_pipeline_do_not_change_a_rows_image(tmp_pa
     assert images("reversed").items() <= images("run").items()
 
 
+def test_verify_tells_scripts_who_ask_that_a_sound_run_is_not_finished(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest(tmp_path / "m.parquet", rows(45))
+    do(settings(tmp_path, "run.rank=1", "run.world_size=3"))
+    left = sound(tmp_path / "run").pending
+    asked = ["verify", "verify.complete=true", f"output.dir={tmp_path}/run"]
+    assert run_command(asked) == 75
+    assert f"incomplete: {left} rows are pending; the same run command makes them" in capsys.readouterr().out
+    assert run_command([asked[0], asked[2]]) == 0
+    do(settings(tmp_path))
+    assert run_command(asked) == 0
+    (tmp_path / "run" / "_SUCCESS").unlink()  # killed before its last step
+    assert run_command(asked) == 75
+    (tmp_path / "run" / "data" / "shard-00000.parquet").unlink()
+    assert run_command(asked) == 5, "damage comes first"
+
+
 # What changed underneath
 
 
@@ -333,6 +353,28 @@ def test_appended_rows_are_added_after_success_and_other_sizes_apply_to_them_alo
     assert sorted(ids_written(tmp_path / "run")) == sorted(row["id"] for row in rows(40))
     assert (tmp_path / "run" / "_SUCCESS").exists()
     sound(tmp_path / "run")
+
+
+@pytest.mark.parametrize("more", ["rows", "a retry"])
+def test_a_model_that_is_gone_is_refused_before_a_finished_job_is_planned_to_have_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: str
+) -> None:
+    def gone(cfg: config.JobConfig) -> None:
+        raise ConfigError("model.path must be a folder")
+
+    manifest(tmp_path / "m.parquet", seeded(8))
+    do(settings(tmp_path), failing(range(2)))
+    monkeypatch.setattr(run, "_check_model", gone)
+    monkeypatch.setattr(run, "_load_model", lambda cfg, rank: pytest.fail("it was to be refused before"))
+    started = settings(tmp_path, f"run.retry_failed={str(more == 'a retry').lower()}")
+    if more == "rows":
+        manifest(tmp_path / "m.parquet", list(reversed(seeded(8))))
+        assert with_config(started, lambda cfg: run.run_job(cfg)[1]) == 4, "nothing is new, so no model is asked for"
+        manifest(tmp_path / "m.parquet", seeded(9))
+    before = sorted((tmp_path / "run").rglob("*"))
+    with pytest.raises(ConfigError, match=r"model\.path must be a folder"):
+        with_config(started, lambda cfg: run.run_job(cfg)[1])
+    assert sorted((tmp_path / "run").rglob("*")) == before and (tmp_path / "run" / "_SUCCESS").exists()
 
 
 def test_deleted_rows_are_kept(tmp_path: Path) -> None:
@@ -507,6 +549,20 @@ def test_an_exception_of_the_model_ends_the_run_with_its_place_and_leaves_rows_p
     counts = sound(tmp_path / "run")
     assert counts.failed == 0 and counts.pending == 40
     assert do(settings(tmp_path))[0].written == 40
+
+
+def test_an_error_is_not_hidden_by_a_batch_log_that_cannot_be_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unreachable(log: MetricsLog) -> None:
+        raise OSError(5, "the store is out of reach")
+
+    manifest(tmp_path / "m.parquet", seeded(8))
+    monkeypatch.setattr(MetricsLog, "flush", unreachable)
+    with pytest.raises(RuntimeError) as raised:
+        do(settings(tmp_path), lambda: FakeModel(fail_at={"decode": 1}))
+    assert any("stage decode, shard 0, batch 0" in note for note in raised.value.__notes__)
+    assert "the batch log was not ended: OSError: [Errno 5] the store is out of reach" in caplog.messages
 
 
 def test_prometheus_file_tells_the_rows_by_state(tmp_path: Path) -> None:

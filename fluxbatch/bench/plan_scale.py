@@ -77,7 +77,7 @@ def _imports(cfg: JobConfig, folder: RunFolder) -> None:
 
 
 def _survey(cfg: JobConfig, folder: RunFolder) -> None:
-    survey(open_manifest(cfg.manifest), RULES, cfg.manifest)
+    survey(open_manifest(cfg.manifest), RULES, cfg)
 
 
 def _prepare(cfg: JobConfig, folder: RunFolder) -> None:

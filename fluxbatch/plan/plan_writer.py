@@ -121,17 +121,32 @@ def _grouped(tables: Iterable[pa.Table], num_rows: int) -> Iterator[pa.Table]:
 
 def _placed(rows: pa.Table, part: PlanPart, first_row: int, schema: pa.Schema) -> pa.Table:
     """Rows with their places in the plan, in the plan file's schema."""
-    columns = dict(zip(rows.column_names, rows.columns, strict=True))
+    columns = _fitted(rows, schema)
     columns.update({name: pa.array(values) for name, values in part.columns(first_row, rows.num_rows).items()})
+    return pa.table({name: columns[name] for name in schema.names}).cast(schema)
+
+
+# What added rows must keep to: the columns and types of the first plan, for they are those of all shards.
+
+
+def unfitting(rows: Iterable[pa.Table], schema: pa.Schema) -> ManifestError | None:
+    """Why these rows cannot be added to a plan of this schema; None where they can."""
+    try:
+        for table in rows:
+            _fitted(table, schema)
+    except ManifestError as error:
+        return error
+    return None
+
+
+def _fitted(rows: pa.Table, schema: pa.Schema) -> dict[str, pa.ChunkedArray]:
+    columns = dict(zip(rows.column_names, rows.columns, strict=True))
     columns["seed"] = _fitting_seeds(columns["seed"], schema)
     if "requested_height" in columns and "requested_height" not in schema.names:
         _refuse_floored(columns["requested_height"])
     if "extra" in columns or "extra" in schema.names:
         columns["extra"] = _fitting_extra(columns.get("extra"), rows.num_rows, schema)
-    return pa.table({name: columns[name] for name in schema.names}).cast(schema)
-
-
-# What added rows must keep to: the columns and types of the first plan, for they are those of all shards.
+    return columns
 
 
 def _fitting_seeds(seeds: pa.ChunkedArray, schema: pa.Schema) -> pa.ChunkedArray:

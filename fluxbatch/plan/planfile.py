@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -28,6 +28,7 @@ from fluxbatch.storage.folder import RunFolder
 log = logging.getLogger(__name__)
 
 FOOTER = b"fluxbatch"
+Supersedes = Mapping[int, Iterable[int] | None]  # shard: places of the rows that a redo makes again; None: all
 
 
 class DamagedPlanError(FluxbatchError):
@@ -79,6 +80,12 @@ class RunPlan:
             log.warning("%s", error)
             return cls(files, num_rejected=0, planned=None)
         return cls(files, num_rejected=metadata.num_rows, planned=footer)
+
+    def with_part(self, part: PlanPart, supersedes: Supersedes) -> RunPlan:
+        """As it would be with one more part, for arithmetic ahead of its file: there are no rows to read."""
+        places = {shard: None if rows is None else frozenset(rows) for shard, rows in supersedes.items()}
+        ahead = replace(self.files[-1], part=part, supersedes=places, settings=None, reuse=None)
+        return RunPlan([*self.files, ahead], num_rejected=self.num_rejected, planned=self.planned)
 
     @property
     def parts(self) -> tuple[PlanPart, ...]:

@@ -9,30 +9,28 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fluxbatch.config import JobConfig, ManifestConfig, PlanConfig
-from fluxbatch.errors import ManifestError
+from fluxbatch.config import JobConfig, PlanConfig
+from fluxbatch.errors import FluxbatchError
 from fluxbatch.manifest.files import Manifest
 from fluxbatch.manifest.rows import drawing_digests
 from fluxbatch.plan import estimate, rates
 from fluxbatch.plan.cut import PlanPart, SecondsOf, SizeOf, plan_part, plan_retry
-from fluxbatch.plan.plan_writer import RejectedFile, plan_schema, publish_part
+from fluxbatch.plan.edits import find_edits
+from fluxbatch.plan.plan_writer import RejectedFile, plan_schema, publish_part, unfitting
 from fluxbatch.plan.planfile import RunPlan
-from fluxbatch.plan.row_keys import Earlier, RowKeys, open_keys, quoted
+from fluxbatch.plan.row_keys import Earlier, RowKeys, open_keys
 from fluxbatch.plan.row_spool import RowSpool, open_spool
 from fluxbatch.records import Bucket, Rejection, RowRules
 from fluxbatch.storage.folder import RunFolder
 
-NAMED_EDITS = 20  # edited rows told with their columns
-OTHERWISE = "run.on_change=redo makes them again, and another output.dir keeps both"
 TAKEN_IMAGE_S = 0.001  # reading, checking and writing an image again: 4,500 in 2.6 s
-PLACES = ("row", "bucket", "batch", "shard", "slot", "fingerprint", "negative_pass", "shared_guidance")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +43,20 @@ class Survey:
     examples: dict[str, list[Rejection]]
     taken: dict[Bucket, int]  # further rows, whose images an earlier run has
     reuse: dict[str, Any] | None  # what the comparison with it found
+    since: Since | None  # what is otherwise than planned; None where nothing is planned, or the same
+
+
+@dataclass(frozen=True, slots=True)
+class Since:
+    """What has become of the rows of a plan: `refusal` is what a run would end with."""
+
+    added: dict[Bucket, int]
+    taken: dict[Bucket, int]  # of these, the ones whose images an earlier run has
+    edited: dict[Bucket, int]  # as they are now
+    num_edited: int  # with those that are rejected now
+    num_deleted: int
+    places: dict[int, list[int]]  # of edited rows in the plan, by shard
+    refusal: FluxbatchError | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,32 +71,66 @@ class Changes:
     reused: int = 0  # of the rows added, those whose images an earlier run has
 
 
-def survey(manifest: Manifest, rules: RowRules, cfg: ManifestConfig, *, earlier: Earlier | None = None) -> Survey:
-    """Check and count all rows. Keeps no prompts, writes nothing to the run folder."""
+def survey(
+    manifest: Manifest, rules: RowRules, cfg: JobConfig, *, plan: RunPlan | None = None, earlier: Earlier | None = None
+) -> Survey:
+    """Check and count all rows, and compare them with the `plan` that stands. Writes nothing to the run folder."""
+    compared = plan if plan and plan.planned != _identity(manifest, rules) else None
     reasons: Counter[str] = Counter()
     examples: dict[str, list[Rejection]] = defaultdict(list)
-    with open_keys(cfg.memory_gib) as keys:
-        for rejection in _rejections(keys, manifest, rules, cfg, compared=earlier is not None):
+    with open_keys(cfg.manifest.memory_gib) as keys, open_spool() as spool:
+        rows_kept = spool if compared else None
+        for rejection in _take_in(keys, rows_kept, manifest, rules, cfg, plan=compared, earlier=earlier):
             reasons[rejection.reason] += 1
             if len(examples[rejection.reason]) < 3:
                 examples[rejection.reason].append(rejection)
+        since = _since(keys, spool, compared, manifest, rules, cfg) if compared else None
         reuse = keys.take(earlier, removed=True) if earlier else None
         counts, taken = keys.counts(), keys.counts("taken") if earlier else {}
+        if since and earlier:
+            since = replace(since, taken=keys.added_counts("taken"))
     rows = sum(counts.values()) + sum(taken.values()) + reasons.total()
-    return Survey(rows, counts, dict(reasons), dict(examples), taken, reuse)
+    return Survey(rows, counts, dict(reasons), dict(examples), taken, reuse, since)
 
 
-def _rejections(
-    keys: RowKeys, manifest: Manifest, rules: RowRules, cfg: ManifestConfig, *, compared: bool
+def _take_in(
+    keys: RowKeys,
+    spool: RowSpool | None,
+    manifest: Manifest,
+    rules: RowRules,
+    cfg: JobConfig,
+    *,
+    plan: RunPlan | None,
+    earlier: Earlier | None,
 ) -> Iterator[Rejection]:
-    for chunk in manifest.chunks(rules, hashed=compared):
-        keys.add(_with_drawings(chunk.accepted) if compared else chunk.accepted)
+    """Read the manifest into keys and spool, as far as it is to be compared with a plan or an earlier run."""
+    hashed = spool is not None or earlier is not None
+    for chunk in manifest.chunks(rules, hashed=hashed):
+        known = chunk.accepted.drop_columns("fingerprint") if hashed and not plan else chunk.accepted
+        keys.add(known.append_column("drawing", drawing_digests(known)) if earlier else known)
+        keys.add_rejected(chunk.rejected)
+        if spool is not None:
+            spool.add_chunk(chunk.accepted)
         yield from chunk.rejected
-    yield from keys.drop_duplicates(manifest, cfg)
+    yield from keys.drop_duplicates(manifest, cfg.manifest)
 
 
-def _with_drawings(accepted: pa.Table) -> pa.Table:
-    return accepted.append_column("drawing", drawing_digests(accepted))
+def _since(keys: RowKeys, spool: RowSpool, plan: RunPlan, manifest: Manifest, rules: RowRules, cfg: JobConfig) -> Since:
+    edited, refusal = find_edits(keys, spool, plan, manifest, rules, cfg)
+    return Since(
+        added=keys.added_counts(),
+        taken={},
+        edited=keys.edited_counts(),
+        num_edited=edited,
+        num_deleted=keys.num_deleted(),
+        places={} if refusal else keys.edited_places(),
+        refusal=refusal or unfitting(spool.some(keys.rows_to_plan()), plan.schema),
+    )
+
+
+def _identity(manifest: Manifest, rules: RowRules) -> dict[str, Any]:
+    """What a plan was made of."""
+    return {"manifest_digest": manifest.digest, "rules": asdict(rules)}
 
 
 def prepare(
@@ -104,37 +150,31 @@ def prepare(
     The first start writes the plan; a later one adds the rows that are new and refuses edited ones. Any number of
     processes may do this at once: the one that publishes first wins, the others read its plan back.
     """
-    identity = {"manifest_digest": manifest.digest, "rules": asdict(rules)}
+    identity = _identity(manifest, rules)
     plan = RunPlan.open(folder)
     if plan is not None and plan.planned == identity:
         return plan, Changes(added=0, deleted=0, rejected=plan.num_rejected, unchanged=True)
     with open_keys(cfg.manifest.memory_gib) as keys, open_spool() as spool:
         refused = RejectedFile(identity)
-        for chunk in manifest.chunks(rules):
-            known = chunk.accepted if plan else chunk.accepted.drop_columns("fingerprint")  # nothing to compare yet
-            keys.add(_with_drawings(known) if earlier else known)
-            keys.add_rejected(chunk.rejected)
-            refused.add(chunk.rejected)
-            spool.add_chunk(chunk.accepted)
-        refused.add(keys.drop_duplicates(manifest, cfg.manifest))
+        refused.add(_take_in(keys, spool, manifest, rules, cfg, plan=plan, earlier=earlier))
         deleted = redone = 0
         if plan:
-            keys.add_planned(plan)
-            edited = keys.find_edited()
-            if edited and cfg.run.on_change == "refuse":
-                raise ManifestError(_edits_sentence(keys, spool, plan, manifest, rules, cfg))
+            edited, refusal = find_edits(keys, spool, plan, manifest, rules, cfg)
+            if refusal:
+                raise refusal
             if edited:
                 published = _publish_redo(folder, plan, keys, spool, cfg, size_of, identity=identity)
                 if not published:
                     return prepare(folder, manifest, rules, cfg, size_of=size_of, earlier=earlier)
                 plan, redone = published, edited
-            deleted = keys.drop_planned()
+            deleted = keys.num_deleted()
+            keys.drop_planned()
         floored = rules.size_policy == "floor"
         image_s = estimate.image_seconds(cfg, rates.recall(cfg))
         schema = plan.schema if plan else plan_schema(manifest.extra_schema, seeds=keys.seed_range(), floored=floored)
         reuse = keys.take(earlier, removed=plan is None) if earlier else None
         last = plan.parts[-1] if plan else None
-        part = _next_part(keys.counts(), last, cfg.plan, size_of, image_s=image_s)
+        part = next_part(keys.counts(), last, cfg.plan, size_of, image_s=image_s)
         ours = _publish_rows(folder, part, keys, "accepted", spool, schema=schema, identity=identity, reuse=reuse)
         added = part.num_rows
         if ours and earlier and reuse and reuse["rows"]["reused"]:
@@ -165,7 +205,7 @@ def _taken_part(
     def size_of(bucket: Bucket, num_rows: int) -> int:
         return min(sizes.get(bucket, num_rows), cfg.shard_size)
 
-    return _next_part(counts, last, cfg, size_of, image_s=lambda bucket: TAKEN_IMAGE_S)
+    return next_part(counts, last, cfg, size_of, image_s=lambda bucket: TAKEN_IMAGE_S)
 
 
 def add_retry(folder: RunFolder, plan: RunPlan, failed: Mapping[int, set[str]]) -> RunPlan:
@@ -203,7 +243,7 @@ def add_redo(
             spool.add(bucket, rows)
             counts[bucket] += rows.num_rows
         image_s = estimate.image_seconds(cfg, rates.recall(cfg))
-        part = _next_part(counts, plan.parts[-1], cfg.plan, size_of, image_s=image_s, kind="redo")
+        part = next_part(counts, plan.parts[-1], cfg.plan, size_of, image_s=image_s, kind="redo")
         ours = publish_part(
             folder, part, spool.rows(part), schema=plan.schema, identity=plan.files[-1].identity,
             supersedes=supersedes, settings=settings,
@@ -259,14 +299,8 @@ def _publish_redo(
     identity: dict[str, Any],
 ) -> RunPlan | None:
     """Plan edited rows again, as they are now; None where another process has planned something else meanwhile."""
-    gone = [row_id for row_id, row, *_ in keys.edited_examples(NAMED_EDITS) if row is None]
-    if gone:
-        raise ManifestError(
-            f"rows of the plan were edited so that they are rejected now (id {', '.join(map(quoted, gone))}), and "
-            "run.on_change=redo cannot make them; mend them, or take them out of the manifest"
-        )
     image_s = estimate.image_seconds(cfg, rates.recall(cfg))
-    part = _next_part(keys.edited_counts(), plan.parts[-1], cfg.plan, size_of, image_s=image_s, kind="redo")
+    part = next_part(keys.edited_counts(), plan.parts[-1], cfg.plan, size_of, image_s=image_s, kind="redo")
     rows = spool.rows(part, keys.edited_rows())
     places = keys.edited_places()
     publish = publish_part(folder, part, rows, schema=plan.schema, identity=identity, supersedes=places)
@@ -275,50 +309,7 @@ def _publish_redo(
     return planned if same else None
 
 
-def _edits_sentence(
-    keys: RowKeys, spool: RowSpool, plan: RunPlan, manifest: Manifest, rules: RowRules, cfg: JobConfig
-) -> str:
-    """Which rows were edited, and in which columns; which defaults changed, if that is why."""
-    number, examples = keys.num_edited(), keys.edited_examples(NAMED_EDITS)
-    new = {row["id"]: row for row in spool.chosen(sorted(row for _, row, *_ in examples if row is not None))}
-    by_columns: dict[str, list[str]] = {}
-    for row_id, _, *at in examples:
-        by_columns.setdefault(_edited_columns(plan, new.get(row_id), *at), []).append(quoted(row_id))
-    told = ", ".join(f"{', '.join(ids)} ({columns})" for columns, ids in by_columns.items())
-    ids = f"(id {told}{', ...' if number > len(examples) else ''})"
-    changed = changed_rules(plan, rules, cfg)
-    if changed:
-        return f"{', '.join(changed)}: that changes {number} planned rows {ids}; {OTHERWISE}"
-    place = "" if manifest.has_ids else "; without an id column a row is known by its place only"
-    return f"{number} planned rows were edited since {ids}{place}; give them new ids, or: {OTHERWISE}"
-
-
-def changed_rules(plan: RunPlan, rules: RowRules, cfg: JobConfig) -> list[str]:
-    """The settings that gave rows their defaults and are others now: key, old and new value."""
-    before, now = plan.files[-1].identity["rules"], asdict(rules)
-    return [
-        f"{_key(name, cfg)} was {before[name]}, is {now[name]}"
-        for name in now
-        if name in before and before[name] != now[name]  # an older version's plan may lack a rule
-    ]
-
-
-def _edited_columns(plan: RunPlan, new: dict[str, Any] | None, shard: int, place: int) -> str:
-    if new is None:
-        return "rejected now"
-    [old] = plan.rows(plan.first_shard(shard)).slice(place, 1).to_pylist()
-    old, new = ({**row, **(row.get("extra") or {})} for row in (old, new))
-    names = [name for name in old.keys() | new.keys() if name not in ("extra", *PLACES)]
-    return ", ".join(sorted(name for name in names if old.get(name) != new.get(name))) or "content"
-
-
-def _key(name: str, cfg: JobConfig) -> str:
-    """The dotted key of a row rule."""
-    group = next((group for group in ("sampler", "manifest", "model") if hasattr(getattr(cfg, group), name)), None)
-    return f"{group}.{name}" if group else f"output.image_format's {name}"
-
-
-def _next_part(
+def next_part(
     counts: Mapping[Bucket, int],
     last: PlanPart | None,
     cfg: PlanConfig,
@@ -327,6 +318,7 @@ def _next_part(
     image_s: SecondsOf,
     kind: str = "rows",
 ) -> PlanPart:
+    """So many rows of each bucket as the part that follows the `last` one."""
     if last is None:
         return plan_part(counts, plan=cfg, size_of=size_of, image_s=image_s)
     shard, batch = last.first_shard + last.num_shards, last.first_batch + last.num_batches

@@ -54,7 +54,12 @@ WHERE accepted.fingerprint <> planned.fingerprint
 COUNT_DELETED = "SELECT count(DISTINCT id) FROM planned ANTI JOIN accepted USING (id)"
 DROP_PLANNED = "DELETE FROM accepted WHERE id IN (SELECT id FROM planned)"
 COUNT_BUCKETS = f"SELECT {', '.join(BUCKET)}, count(*) FROM accepted GROUP BY ALL"
+COUNT_ADDED_BUCKETS = f"SELECT {', '.join(BUCKET)}, count(*) FROM accepted ANTI JOIN planned USING (id) GROUP BY ALL"
 COUNT_EDITED_BUCKETS = f"SELECT {', '.join(BUCKET)}, count(*) FROM accepted JOIN edited USING (row) GROUP BY ALL"
+ROWS_TO_PLAN = """
+SELECT row FROM accepted ANTI JOIN planned USING (id)
+UNION ALL SELECT row FROM edited WHERE row IS NOT NULL ORDER BY row
+"""
 EDITED_PLACES = """
 SELECT shard, list(place ORDER BY place) FROM planned JOIN edited USING (id) GROUP BY shard ORDER BY shard
 """
@@ -158,13 +163,17 @@ class RowKeys:
     def num_edited(self) -> int:
         return self._value("SELECT count(*) FROM edited")
 
-    def edited_examples(self, limit: int) -> list[tuple[str, int | None, int, int]]:
-        """Some edited rows: id, row of the manifest (None: it is rejected now), shard and place in the plan."""
-        query = "SELECT id, row, min(shard), arg_min(place, shard) FROM edited JOIN planned USING (id) GROUP BY id, row"
-        return self._db.execute(f"{query} ORDER BY id LIMIT {limit}").fetchall()
+    def edited_examples(self, limit: int, *, rejected: bool = False) -> list[tuple[str, int | None, int, int]]:
+        """Some edited rows: id, row of the manifest (None: it is rejected now), shard and place in the plan.
+
+        With `rejected` only such as are rejected now.
+        """
+        query = "SELECT id, row, min(shard), arg_min(place, shard) FROM edited JOIN planned USING (id)"
+        chosen = "WHERE row IS NULL" if rejected else ""
+        return self._db.execute(f"{query} {chosen} GROUP BY id, row ORDER BY id LIMIT {limit}").fetchall()
 
     def edited_counts(self) -> dict[Bucket, int]:
-        return {Bucket(*shape): number for *shape, number in self._db.execute(COUNT_EDITED_BUCKETS).fetchall()}
+        return self._bucket_counts(COUNT_EDITED_BUCKETS)
 
     def edited_rows(self) -> np.ndarray:
         """The numbers of the edited rows in the manifest, ascending."""
@@ -174,11 +183,21 @@ class RowKeys:
         """Where the plan has edited rows, failed attempts too: by shard, their places in it."""
         return dict(self._db.execute(EDITED_PLACES).fetchall())
 
-    def drop_planned(self) -> int:
-        """Leave only rows that no plan has yet; returns how many planned rows are gone."""
-        deleted = self._value(COUNT_DELETED)
+    def added_counts(self, table: str = "accepted") -> dict[Bucket, int]:
+        """The rows of each bucket that no plan has yet."""
+        return self._bucket_counts(COUNT_ADDED_BUCKETS.replace("accepted", table))
+
+    def rows_to_plan(self) -> np.ndarray:
+        """The numbers of the rows that are added or edited, ascending."""
+        return self._db.execute(ROWS_TO_PLAN).fetchnumpy()["row"]
+
+    def num_deleted(self) -> int:
+        """How many planned rows are gone from the manifest."""
+        return self._value(COUNT_DELETED)
+
+    def drop_planned(self) -> None:
+        """Leave only rows that no plan has yet."""
         self._db.execute(DROP_PLANNED)
-        return deleted
 
     def take(self, earlier: Earlier, *, removed: bool) -> dict[str, Any]:
         """Set aside the rows whose images another run has; what became of all rows since, with examples."""
@@ -204,7 +223,9 @@ class RowKeys:
         return [row_id for (row_id,) in self._db.execute(query, [state, COMPARED_EXAMPLES]).fetchall()]
 
     def counts(self, table: str = "accepted") -> dict[Bucket, int]:
-        query = COUNT_BUCKETS.replace("accepted", table)
+        return self._bucket_counts(COUNT_BUCKETS.replace("accepted", table))
+
+    def _bucket_counts(self, query: str) -> dict[Bucket, int]:
         return {Bucket(*shape): number for *shape, number in self._db.execute(query).fetchall()}
 
     def seed_range(self) -> tuple[int, int]:

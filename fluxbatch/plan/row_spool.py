@@ -67,19 +67,20 @@ class RowSpool:
                 rows = pa.Table.from_batches([reader.get_batch(place)])
                 yield rows if kept is None else rows.filter(_is_in(rows["row"].to_numpy(), kept))
 
-    def chosen(self, rows: list[int]) -> list[dict[str, Any]]:
-        """A few rows, by their numbers, as dictionaries."""
+    def some(self, rows: np.ndarray) -> Iterator[pa.Table]:
+        """Those numbered in `rows` (ascending), in the order they came."""
         self.close()
-        if not rows:
-            return []
+        if not len(rows):
+            return
         with pa.OSFile(str(self._path)) as file:
             reader = pa.ipc.open_file(file)
-            tables = (pa.Table.from_batches([reader.get_batch(at)]) for at in range(self._num_batches))
-            return [
-                row
-                for table in tables
-                for row in table.filter(_is_in(table["row"].to_numpy(), np.array(rows))).to_pylist()
-            ]
+            for at in range(self._num_batches):
+                table = pa.Table.from_batches([reader.get_batch(at)])
+                yield table.filter(_is_in(table["row"].to_numpy(), rows))
+
+    def chosen(self, rows: list[int]) -> list[dict[str, Any]]:
+        """A few rows, by their numbers (ascending), as dictionaries."""
+        return [row for table in self.some(np.array(rows)) for row in table.to_pylist()]
 
     def close(self) -> None:
         if self._writer is not None:

@@ -31,6 +31,7 @@ from fluxbatch.errors import (
     ConfigError,
     FluxbatchError,
     Interrupted,
+    end_code,
 )
 from fluxbatch.process import SUPERVISED
 from fluxbatch.processes import devices, ranks
@@ -207,7 +208,7 @@ def _exit_code(members: Sequence[Member], counts: RowCounts, cfg: JobConfig, *, 
     codes = [EXIT_FATAL if member.code is None else member.code for member in members]
     worst = min(codes, key=WORST_FIRST.index)
     if finished and counts.pending == 0 and not {EXIT_DONE, EXIT_ROW_ERRORS}.isdisjoint(codes):
-        return EXIT_ROW_ERRORS if counts.rejected + counts.failed and cfg.run.fail_on_row_errors else EXIT_DONE
+        return end_code(counts.rejected + counts.failed, fail_on_row_errors=cfg.run.fail_on_row_errors)
     if worst in (EXIT_DONE, EXIT_ROW_ERRORS):
         return worst
     if worst == EXIT_INTERRUPTED:

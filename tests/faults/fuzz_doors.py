@@ -98,7 +98,7 @@ def _surveyed(base: Path) -> None:
     """What `plan` does, and every row of it is read."""
 
     def task(cfg: config.JobConfig) -> int:
-        survey(open_manifest(cfg.manifest), config.row_rules(cfg), cfg.manifest)
+        survey(open_manifest(cfg.manifest), config.row_rules(cfg), cfg)
         return 0
 
     with_config(settings(base), task)
