@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fluxbatch import config, job, ranks, stop
+from fluxbatch import config, config_rules, job, ranks, stop
 from fluxbatch.compose import conf_folder, with_config
 from fluxbatch.config import JobConfig
 from fluxbatch.errors import ConfigError
@@ -16,7 +16,7 @@ def composed(*overrides: str) -> JobConfig:
     seen: list[JobConfig] = []
 
     def keep(cfg: JobConfig) -> int:
-        config.check(cfg)
+        config_rules.check(cfg)
         seen.append(cfg)
         return 0
 

@@ -14,7 +14,7 @@ from conftest import Faults
 from test_owners import until
 from test_run import TESTS, data_files, do, ids_written, manifest, rows, settings, sound
 
-from fluxbatch import config, devices, process, stop, supervisor
+from fluxbatch import config_rules, devices, process, stop, supervisor
 from fluxbatch.config import TelemetryConfig
 from fluxbatch.crew_view import CrewView
 from fluxbatch.devices import Seat
@@ -70,7 +70,7 @@ def test_a_senseless_value_is_one_sentence(value: object) -> None:
     cfg = composed()
     cfg.run.devices = value
     with pytest.raises(ConfigError, match=r"run\.devices must be null, all, or a list of GPU indices"):
-        config.check(cfg)
+        config_rules.check(cfg)
 
 
 # The crew's rules, with small processes

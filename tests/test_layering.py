@@ -15,7 +15,7 @@ RANKS = [
     {"object_store"},
     {"objects"},
     {"commit", "config", "user_cache", "devices", "pipeline_call"},
-    {"lora_files"},
+    {"lora_files", "config_rules"},
     {"compose", "ranks", "stop", "lease", "job", "plan", "rates", "model_folder", "lines"},
     {"rows", "estimate", "batch_size", "row_spool", "deal"},
     {"manifest", "planfile"},

@@ -18,7 +18,7 @@ import pytest
 from fake_model import FakeModel
 from three_outputs import THREE_OUTPUTS
 
-from fluxbatch import config, run, shards
+from fluxbatch import config, config_rules, run, shards
 from fluxbatch.command import run_command
 from fluxbatch.compose import with_config
 from fluxbatch.errors import ConfigError, FluxbatchError, FolderBusyError, ManifestError
@@ -60,7 +60,7 @@ def do(overrides: list[str], model: Callable[[], FakeModel] = FakeModel) -> tupl
     answers: list[tuple[RowCounts, int]] = []
 
     def job(cfg: config.JobConfig) -> int:
-        config.check(cfg)
+        config_rules.check(cfg)
         answers.append(run.run_job(cfg, load=lambda cfg, rank: model()))
         return 0
 

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from fake_model import FakeModel
 
-from fluxbatch import config, drawing, metrics, run
+from fluxbatch import config, config_rules, drawing, metrics, run
 from fluxbatch.compose import with_config
 
 TENTHS = 10
@@ -78,7 +78,7 @@ def main(folder: Path, batches: int, overrides: list[str]) -> None:
                 *overrides]  # fmt: skip
 
     def job(cfg: config.JobConfig) -> int:
-        config.check(cfg)
+        config_rules.check(cfg)
         return run.run_job(cfg, load=lambda cfg, rank: ForgetfulModel())[1]
 
     began_s = time.monotonic()
