@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 
-from fluxbatch import __version__, config, job_script, verbs, word_verbs
+from fluxbatch import __version__, config_rules, job_script, verbs, word_verbs
 from fluxbatch.compose import with_config
 from fluxbatch.config import JobConfig
 from fluxbatch.errors import EXIT_DONE, EXIT_FATAL, EXIT_INTERRUPTED, ConfigError, FluxbatchError, ProcessLost
@@ -75,7 +75,7 @@ def _do_words(verb: str, *arguments: str) -> int:
 
 
 def _do(verb: verbs.Verb, cfg: JobConfig, *, as_json: bool) -> int:
-    config.check(cfg)
+    config_rules.check(cfg)
     return _tell(verb(cfg), as_json=as_json)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from fluxbatch import config
+from fluxbatch import config, config_rules
 from fluxbatch.compose import with_config
 from fluxbatch.config import JobConfig
 from fluxbatch.errors import EXIT_DONE, ConfigError, FluxbatchError
@@ -70,7 +70,7 @@ def _checked(settings: list[str]) -> JobConfig | None:
     made: list[JobConfig] = []
 
     def check(cfg: JobConfig) -> int:
-        config.check(cfg)
+        config_rules.check(cfg)
         if not cfg.manifest.path:
             raise ConfigError("manifest.path must be given, or a job= that has it")
         if cfg.run.rank is not None:

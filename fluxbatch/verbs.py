@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from fluxbatch import config, model_folder
+from fluxbatch import config, config_rules, model_folder
 from fluxbatch.config import JobConfig
 from fluxbatch.errors import EXIT_DISCREPANCY, EXIT_DONE, EXIT_INTERRUPTED, ConfigError
 from fluxbatch.lora_files import lora_paths
@@ -165,7 +165,7 @@ VERBS: dict[str, Verb] = {
 def _settled(cfg: JobConfig) -> JobConfig:
     """What the model's folder decides filled in, and checked like what a person wrote."""
     settled = model_folder.settled(cfg)
-    config.check(settled)
+    config_rules.check(settled)
     return settled
 
 

@@ -11,7 +11,6 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from forge import Forge, forge
@@ -27,11 +26,6 @@ COUNTED = (
     "rows lost",
     "rows doubled",
 )
-
-
-# Their tests take each output in turn, and minutes in all: folders of images are left to `make slow`.
-THREE_OUTPUTS = {"test_repair.py", "test_reuse.py", "test_run.py", "test_disks.py", "test_hostile.py", "test_redo.py"}
-NO_PARAMETERS = SimpleNamespace(params={})
 
 
 @pytest.fixture(autouse=True)
@@ -92,8 +86,6 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before -m is applied
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.name in THREE_OUTPUTS and "folder" in getattr(item, "callspec", NO_PARAMETERS).params.values():
-            item.add_marker(pytest.mark.slow)
         if "faults" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.faults)
 

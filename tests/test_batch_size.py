@@ -11,7 +11,7 @@ import pytest
 import torch
 from fake_model import FakeModel
 
-from fluxbatch import config, run, verbs
+from fluxbatch import config_rules, run, verbs
 from fluxbatch.compose import with_config
 from fluxbatch.config import JobConfig, ModelConfig, PipelineConfig, PlanConfig
 from fluxbatch.errors import Interrupted
@@ -225,7 +225,7 @@ def do(tmp_path: Path, load: Callable[[], FakeModel], gpu: ScriptedGpu, monkeypa
     monkeypatch.setattr(measure, "LaunchMeter", lambda model, **_: gpu)
 
     def job(cfg: JobConfig) -> int:
-        config.check(cfg)
+        config_rules.check(cfg)
         return run.run_job(cfg, load=lambda cfg, rank: load())[1]
 
     overrides = [f"manifest.path={tmp_path}/m.parquet", f"output.dir={tmp_path}/run", "sampler.height=64",

@@ -13,7 +13,7 @@ import yaml
 from fake_model import FakeModel
 from test_run import data_files, do, manifest, rows, settings
 
-from fluxbatch import config, errors
+from fluxbatch import config_rules, errors
 from fluxbatch.cluster import require_ray
 from fluxbatch.cluster.dealer import Dealer
 from fluxbatch.cluster.worker import Order, Worker, portable, versions
@@ -211,7 +211,7 @@ def test_a_rank_or_a_client_cannot_drive(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("value", ["''", "GPU:0", "GPU:many", "GPU", ":1", "GPU:1,"])
 def test_resources_must_be_amounts(value: str) -> None:
     with pytest.raises(ConfigError, match=r"run\.ray_resources must be null or amounts > 0 by name"):
-        config.check(composed(f"run.ray_resources={value}"))
+        config_rules.check(composed(f"run.ray_resources={value}"))
 
 
 def test_every_public_error_can_be_made_of_its_sentence() -> None:
@@ -228,7 +228,7 @@ def test_the_manifest_for_kuberay_is_a_whole_ray_job() -> None:
     command = shlex.split(spec["entrypoint"])
     assert command[:3] == ["python", "-m", "fluxbatch"] and "run.engine=ray" in command
     cfg = composed(*(word for word in command[3:] if "=" in word))
-    config.check(cfg)
+    config_rules.check(cfg)
     cluster = spec["rayClusterSpec"]
     head, [workers] = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
     assert workers["replicas"] >= workers["minReplicas"] >= 1

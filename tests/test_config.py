@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fluxbatch import config, stop
+from fluxbatch import config, config_rules, stop
 from fluxbatch.compose import conf_folder, with_config
 from fluxbatch.config import JobConfig
 from fluxbatch.errors import ConfigError
@@ -18,7 +18,7 @@ def composed(*overrides: str) -> JobConfig:
     seen: list[JobConfig] = []
 
     def keep(cfg: JobConfig) -> int:
-        config.check(cfg)
+        config_rules.check(cfg)
         seen.append(cfg)
         return 0
 
@@ -69,6 +69,7 @@ def test_every_model_composes_and_passes_the_door(model: str) -> None:
         ("sampler.guidance_scale=nan", "sampler.guidance_scale must be a finite number >= 0, got nan"),
         ("sampler.seed=18446744073709551616", "sampler.seed must be from -2^63 to 2^64-1"),
         ("output.quality=101", "output.quality must be a whole number from 1 to 100, got 101"),
+        ("model.loras=${manifest}", "model.loras must name a file in each path, got ManifestConfig"),
         ("run.rank=1", "run.rank and run.world_size must be given together, got 1 and None"),
     ],
 )

@@ -14,7 +14,7 @@ from conftest import Faults
 from test_owners import until
 from test_run import TESTS, data_files, do, ids_written, manifest, rows, settings, sound
 
-from fluxbatch import config, process, stop
+from fluxbatch import config_rules, process, stop
 from fluxbatch.config import TelemetryConfig
 from fluxbatch.errors import EXIT_LOST, ConfigError, Interrupted
 from fluxbatch.processes import devices, supervisor
@@ -71,7 +71,7 @@ def test_a_senseless_value_is_one_sentence(value: object) -> None:
     cfg = composed()
     cfg.run.devices = value
     with pytest.raises(ConfigError, match=r"run\.devices must be null, all, or a list of GPU indices"):
-        config.check(cfg)
+        config_rules.check(cfg)
 
 
 # The crew's rules, with small processes

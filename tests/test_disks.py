@@ -8,11 +8,11 @@ from conftest import Faults
 from forge import Done, Forge
 from small_disks import make_room, mounted, remount
 from test_run import data_files, manifest, rows, settings, sound
+from three_outputs import THREE_OUTPUTS
 
 from fluxbatch.output.ledger import Ledger
 from fluxbatch.storage.folder import RunFolder
 
-KINDS = ("parquet", "webdataset", "folder")
 COUNT = 25
 # One moment of each kind of write: the probe, job.json, the plan, a batch, a shard, a ledger line, the report.
 MOMENTS = ("probe:1", "publish:1", "publish:2", "publish:3", "fsync:6", "publish:10", "before_lines:1", "lines:2",
@@ -91,8 +91,8 @@ def full_at(
         ("parquet", "before_lines:1", "ext4"),
         ("webdataset", "fsync:6", "ext4"),
         ("webdataset", "probe:1", "tmpfs"),
-        ("folder", "publish:10", "tmpfs"),
-        ("folder", "lines:3", "ext4"),
+        pytest.param("folder", "publish:10", "tmpfs", marks=pytest.mark.slow),
+        pytest.param("folder", "lines:3", "ext4", marks=pytest.mark.slow),
     ],
 )
 def test_a_disk_that_fills_while_a_job_writes(
@@ -104,7 +104,7 @@ def test_a_disk_that_fills_while_a_job_writes(
 @pytest.mark.slow
 @pytest.mark.parametrize("file_system", ["tmpfs", "ext4"])
 @pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", THREE_OUTPUTS)
 def test_a_disk_that_fills_at_each_kind_of_write(
     forked: Forge, tmp_path: Path, kind: str, moment: str, file_system: str, whole: Any, faults: Faults
 ) -> None:
@@ -112,7 +112,8 @@ def test_a_disk_that_fills_at_each_kind_of_write(
 
 
 @pytest.mark.parametrize(
-    ("kind", "moment"), [("parquet", "publish:3"), ("webdataset", "publish:10"), ("folder", "lines:2")]
+    ("kind", "moment"),
+    [("parquet", "publish:3"), ("webdataset", "publish:10"), pytest.param("folder", "lines:2", marks=pytest.mark.slow)],
 )
 def test_a_disk_that_turns_read_only_while_a_job_writes(
     forked: Forge, tmp_path: Path, kind: str, moment: str, whole: Any, faults: Faults
@@ -128,7 +129,8 @@ def test_a_disk_that_turns_read_only_while_a_job_writes(
 
 
 @pytest.mark.parametrize(
-    ("kind", "moment"), [("parquet", "lines:1"), ("webdataset", "publish:4"), ("folder", "publish:9")]
+    ("kind", "moment"),
+    [("parquet", "lines:1"), ("webdataset", "publish:4"), pytest.param("folder", "publish:9", marks=pytest.mark.slow)],
 )
 def test_a_disk_that_vanishes_while_a_job_writes(
     forked: Forge, tmp_path: Path, kind: str, moment: str, whole: Any, faults: Faults

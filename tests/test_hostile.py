@@ -12,6 +12,7 @@ import pytest
 from fake_model import FakeModel
 from forge import forge
 from test_run import do, manifest, rows, settings, sound
+from three_outputs import THREE_OUTPUTS
 
 from fluxbatch.errors import ConfigError, FluxbatchError
 from fluxbatch.output.ledger import Ledger
@@ -19,7 +20,6 @@ from fluxbatch.output.writers import stored_ids
 from fluxbatch.storage import commit
 from fluxbatch.storage.folder import RunFolder
 
-KINDS = ("parquet", "webdataset", "folder")
 IDS = (
     "../../etc/x", "/etc/passwd", "..", ".", "...", ".hidden", "con", "CON.png", "nul", "a/b", "a\\b", "x" * 300,
     "é" * 300, "🦊🔥",
@@ -32,7 +32,7 @@ def tree(place: Path) -> dict[str, float]:
     return {str(path.relative_to(place)): path.lstat().st_mtime_ns for path in place.rglob("*")}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", THREE_OUTPUTS)
 def test_br29_no_id_leads_outside_and_each_comes_back_as_it_was(tmp_path: Path, kind: str) -> None:
     place = tmp_path / "a" / "b" / "c" / "d"
     place.mkdir(parents=True)
@@ -121,7 +121,7 @@ SECRETS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", THREE_OUTPUTS)
 def test_no_secret_of_the_environment_stands_in_a_file_or_in_the_log(tmp_path: Path, kind: str) -> None:
     manifest(tmp_path / "m.parquet", [*rows(12), {"id": "bad", "prompt": None}])
     with forge(tmp_path / "forge") as forked:

@@ -14,7 +14,7 @@ RANKS = [
     {"errors", "records", "process", "step_cache", "tiny"},
     {"storage", "pipeline_call"},
     {"config", "user_cache"},
-    {"lora_files", "compose", "stop", "model_folder"},
+    {"lora_files", "config_rules", "compose", "stop", "model_folder"},
     {"manifest", "telemetry"},
     {"plan"},
     {"output"},

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from test_config import composed
 
-from fluxbatch import config, model_folder, verbs
+from fluxbatch import config, config_rules, model_folder, verbs
 from fluxbatch.config import JobConfig
 from fluxbatch.errors import ConfigError
 from fluxbatch.manifest.files import open_manifest
@@ -68,7 +68,7 @@ def settled(folder: Path | str, *overrides: str) -> JobConfig:
     cfg = model_folder.settled(
         composed("manifest.path=m.parquet", "model=diffusers", f"model.path={folder}", *overrides)
     )
-    config.check(cfg)
+    config_rules.check(cfg)
     return cfg
 
 

@@ -12,6 +12,7 @@ from conftest import Faults
 from fake_model import FakeModel
 from forge import Forge
 from test_run import data_files, do, failing, ids_written, manifest, rows, seeded, settings, sound
+from three_outputs import THREE_OUTPUTS
 
 from fluxbatch.errors import ConfigError, ManifestError
 from fluxbatch.output.ledger import Ledger
@@ -19,7 +20,6 @@ from fluxbatch.output.verify import verify
 from fluxbatch.plan.planfile import RunPlan
 from fluxbatch.storage.folder import RunFolder
 
-KINDS = ("parquet", "webdataset", "folder")
 REDO = "run.on_change=redo"
 
 
@@ -95,7 +95,7 @@ def test_every_other_setting_is_refused_with_old_and_new_value(tmp_path: Path) -
 # Edited rows are made again
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", THREE_OUTPUTS)
 def test_edited_rows_are_made_again_and_no_others_and_each_id_loads_once(tmp_path: Path, kind: str) -> None:
     manifest(tmp_path / "m.parquet", rows(25))
     overrides = settings(tmp_path, f"output={kind}", REDO)
@@ -327,7 +327,7 @@ def test_other_settings_killed_at_some_steps_in_a_row(forked: Forge, tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", [[], ["output.image_format=jpeg"]])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", THREE_OUTPUTS)
 def test_a_redo_killed_at_every_step_in_a_row(
     forked: Forge, tmp_path: Path, kind: str, change: list[str], faults: Faults
 ) -> None:

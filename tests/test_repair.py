@@ -18,6 +18,7 @@ from fake_model import FakeModel
 from forge import Forge
 from PIL import Image
 from test_run import data_files, do, failing, ids_written, manifest, rows, seeded, settings, sound
+from three_outputs import THREE_OUTPUTS
 
 from fluxbatch import command
 from fluxbatch.errors import FluxbatchError, FolderBusyError
@@ -28,8 +29,6 @@ from fluxbatch.storage import commit
 from fluxbatch.storage.folder import RunFolder
 from fluxbatch.storage.lease import Lease
 from fluxbatch.storage.lines import append_lines
-
-KINDS = ("parquet", "webdataset", "folder")
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +82,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", THREE_OUTPUTS)
 @pytest.mark.parametrize("damage", list(DAMAGES))
 def test_a_damaged_file_is_named_with_what_to_do_and_made_again_byte_for_byte(
     tmp_path: Path, cut_run: Callable[..., RunFolder], kind: str, damage: str, faults: Faults
@@ -211,7 +210,7 @@ def test_a_tar_cut_at_a_member_boundary_is_found_whatever_its_ledger_line_says(
 # Ledgers
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", THREE_OUTPUTS)
 def test_a_torn_ledger_line_is_named_with_its_shard_and_a_run_takes_the_shard_over(
     tmp_path: Path, cut_run: Callable[..., RunFolder], kind: str
 ) -> None:
@@ -327,7 +326,7 @@ def test_the_command_says_what_it_found_and_what_it_did(
 # Killed while repairing
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", THREE_OUTPUTS)
 @pytest.mark.parametrize("step", ["before_aside:1", "aside:1", "before_lines:1", "lines:1", "forgotten:1"])
 def test_killed_at_a_step_of_repair_the_next_commands_end_with_the_same_bytes(
     tmp_path: Path, cut_run: Callable[..., RunFolder], forked: Forge, kind: str, step: str, faults: Faults

@@ -16,6 +16,7 @@ from forge import Forge, forge
 from test_cli import SMALL, fluxbatch
 from test_redo import Counting, edited, never_loaded
 from test_run import command, data_files, do, manifest, rows, settings, sound
+from three_outputs import THREE_OUTPUTS
 
 from fluxbatch.command import run_command
 from fluxbatch.errors import ConfigError
@@ -25,7 +26,6 @@ from fluxbatch.plan.planfile import RunPlan
 from fluxbatch.storage.folder import RunFolder
 
 STRIDE = 5  # of the steps at which a job is killed, an odd number: files are published in several steps each
-KINDS = ("parquet", "webdataset", "folder")
 
 
 def images(folder: Path) -> dict[str, bytes]:
@@ -54,7 +54,7 @@ def next_night(count: int = 25) -> list[dict[str, Any]]:
     return [row | {"price": row["price"] + 100} for row in content]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", THREE_OUTPUTS)
 def test_only_what_changed_is_drawn_and_the_rest_keeps_its_bytes(tmp_path: Path, kind: str) -> None:
     yesterday, today = nights(tmp_path, f"output={kind}")
     manifest(tmp_path / "m.parquet", rows(25))
@@ -187,7 +187,7 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", THREE_OUTPUTS)
 @pytest.mark.parametrize("damage", [cut, flip, Path.unlink])
 def test_a_damaged_image_over_there_is_drawn_here(
     tmp_path: Path, kind: str, damage: Callable[[Path], object], faults: Faults

@@ -16,8 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fake_model import FakeModel
+from three_outputs import THREE_OUTPUTS
 
-from fluxbatch import config, run
+from fluxbatch import config, config_rules, run
 from fluxbatch.command import run_command
 from fluxbatch.compose import with_config
 from fluxbatch.errors import ConfigError, FluxbatchError, FolderBusyError, ManifestError
@@ -60,7 +61,7 @@ def do(overrides: list[str], model: Callable[[], FakeModel] = FakeModel) -> tupl
     answers: list[tuple[RowCounts, int]] = []
 
     def job(cfg: config.JobConfig) -> int:
-        config.check(cfg)
+        config_rules.check(cfg)
         answers.append(run.run_job(cfg, load=lambda cfg, rank: model()))
         return 0
 
@@ -433,7 +434,7 @@ def test_a_longer_or_other_shard_stops_the_run_with_its_name(tmp_path: Path, dam
     assert verify(RunFolder(tmp_path / "run"), decode=True)[1]
 
 
-@pytest.mark.parametrize("output", ["parquet", "webdataset", "folder"])
+@pytest.mark.parametrize("output", THREE_OUTPUTS)
 def test_a_lost_ledger_is_found_by_verify_and_mended_by_a_run(tmp_path: Path, output: str) -> None:
     manifest(tmp_path / "m.parquet", rows(15))
     do(settings(tmp_path, f"output={output}"))
@@ -608,7 +609,7 @@ def test_a_flipped_byte_of_the_plan_is_refused_by_name_or_changes_no_row(tmp_pat
     assert refused > 10
 
 
-@pytest.mark.parametrize("output", ["parquet", "webdataset", "folder"])
+@pytest.mark.parametrize("output", THREE_OUTPUTS)
 def test_a_date_beyond_pythons_calendar_stops_nothing(tmp_path: Path, output: str) -> None:
     far = {"when": pa.array([2**62, None], pa.timestamp("us")), "day": pa.array([2**30, None], pa.date32())}
     pq.write_table(pa.table({"id": ["a", "b"], "prompt": ["x", "y"], **far}), tmp_path / "m.parquet")

@@ -15,7 +15,7 @@ from test_run import data_files, do, manifest, rows, settings, sound
 from tiny_models import model_config
 from torch import Tensor
 
-from fluxbatch import config
+from fluxbatch import config, config_rules
 from fluxbatch.config import ModelConfig, OutputConfig, PipelineConfig, SamplerConfig
 from fluxbatch.errors import ConfigError
 from fluxbatch.models import Flow, PromptEmbeds, load_model
@@ -83,7 +83,7 @@ def test_a_list_of_steps_is_taken_as_it_is_and_reaches_no_further_than_the_row()
 
 @pytest.mark.parametrize("wrong", ["on", True, [], [1, 2], [0, 2, 2], [0, 3, 1], [0, 1.5], [0, -1], 3])
 def test_another_schedule_is_refused_with_the_choices(wrong: Any) -> None:
-    _, holds, rule = next(known for known in config.RULES if known[0] == "sampler.step_cache")
+    _, holds, rule = next(known for known in config_rules.RULES if known[0] == "sampler.step_cache")
     assert not holds(wrong)
     assert "off, conservative, medium, aggressive" in rule
 

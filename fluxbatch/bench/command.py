@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from fluxbatch import config
+from fluxbatch import config_rules
 from fluxbatch.bench import QUESTIONS
 from fluxbatch.compose import with_config
 from fluxbatch.config import JobConfig
@@ -70,7 +70,7 @@ def _parser(what: str, module: ModuleType) -> argparse.ArgumentParser:
 def _answer(what: str, module: ModuleType, cfg: JobConfig, options: argparse.Namespace) -> int:
     from fluxbatch.bench.results import Result
 
-    config.check(cfg)
+    config_rules.check(cfg)
     if cfg.model.family == "diffusers":
         raise ConfigError(f"model must be tiny or of a FLUX family for bench, got {cfg.model.name}")
     result = Result(what, cfg, options)

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from fluxbatch import config
+from fluxbatch import config_rules
 from fluxbatch.bench import jobs, recipes
 from fluxbatch.bench.measure import GIB, Limit, device_of
 from fluxbatch.config import JobConfig, ModelConfig
@@ -231,7 +231,7 @@ class Fluxbatch:
         return None  # what cannot be had is refused when it is built, in the words that a run has for it
 
     def build(self) -> None:
-        config.check(self._cfg)
+        config_rules.check(self._cfg)
         check_model(self._cfg.model)
         self._folder.mkdir(exist_ok=True)
         self._model, _ = jobs.load(self._cfg)

@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from fake_model import FakeModel
 
-from fluxbatch import config, run
+from fluxbatch import config, config_rules, run
 from fluxbatch.compose import with_config
 
 BATCH = 4
@@ -65,7 +65,7 @@ def wall_s(folder: Path, rows: int, model: str) -> float:
     load: Callable[..., Any] | None = (lambda cfg, rank: FakeModel()) if model == "fake" else None
 
     def job(cfg: config.JobConfig) -> int:
-        config.check(cfg)
+        config_rules.check(cfg)
         return run.run_job(cfg, load=load)[1]
 
     assert with_config(settings, job) == 0

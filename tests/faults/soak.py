@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from fake_model import FakeModel
 
-from fluxbatch import config, drawing, run
+from fluxbatch import config, config_rules, drawing, run
 from fluxbatch.compose import with_config
 from fluxbatch.telemetry import metrics
 
@@ -79,7 +79,7 @@ def main(folder: Path, batches: int, overrides: list[str]) -> None:
                 *overrides]  # fmt: skip
 
     def job(cfg: config.JobConfig) -> int:
-        config.check(cfg)
+        config_rules.check(cfg)
         return run.run_job(cfg, load=lambda cfg, rank: ForgetfulModel())[1]
 
     began_s = time.monotonic()

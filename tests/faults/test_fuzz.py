@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from fluxbatch import command, config, stop
+from fluxbatch import command, config, config_rules, stop
 from fluxbatch.compose import with_config
 from fluxbatch.config import JobConfig
 from fluxbatch.errors import FluxbatchError
@@ -69,7 +69,7 @@ def through_the_door(words: list[str]) -> None:
     """What every verb does before it opens a file."""
 
     def task(cfg: JobConfig) -> int:
-        config.check(cfg)
+        config_rules.check(cfg)
         config.output_dir(cfg)
         config.row_rules(cfg)
         ranks.resolve(cfg.run, {})
