@@ -11,7 +11,8 @@ PACKAGE = Path(__file__).parent.parent / "fluxbatch"
 
 # Lower ranks know nothing of higher ones; modules of one rank do not import each other unless listed in order.
 RANKS = [
-    {"errors", "records", "folder", "process", "step_cache", "tiny"},
+    {"errors", "records", "folder", "process", "step_cache", "klein"},
+    {"tiny"},
     {"object_store"},
     {"objects"},
     {"commit", "config", "user_cache", "devices", "pipeline_call"},
