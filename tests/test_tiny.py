@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from omegaconf import OmegaConf
 from tiny_models import qwen_tokenizer
 
 from fluxbatch import tiny
+from fluxbatch.tiny import flow
 from fluxbatch.tiny.checkpoint import Checkpoint, load_pieces, save_pieces
+from fluxbatch.tiny.data import SMOKE_SHARES
 from fluxbatch.tiny.examination import Question, examination, score
 from fluxbatch.tiny.export import pack_model
 from fluxbatch.tiny.flow import HIGH_NOISE, HIGH_NOISE_SHARE, Bucket, distillation_loss, draw_sigma, flow_loss
@@ -25,6 +28,7 @@ from fluxbatch.tiny.judge import judge
 from fluxbatch.tiny.measure import components
 from fluxbatch.tiny.optim import Optimizer, copy_of, orthogonalized
 from fluxbatch.tiny.reader import read_caption
+from fluxbatch.tiny.rehearse import rehearse
 from fluxbatch.tiny.render import Atlas, render
 from fluxbatch.tiny.scenes import Scene, Thing
 from fluxbatch.tiny.scores import settings_of
@@ -268,6 +272,41 @@ def test_what_is_distilled_depends_on_what_the_teacher_says_without_a_caption(ne
         torch.manual_seed(2)
         losses.append(distillation_loss(net, bucket, empty=empty, teacher=net, empty_text=empty_text).item())
     assert losses[0] != losses[1]
+
+
+def test_a_rehearsal_calls_each_size_as_training_does_and_leaves_nothing(
+    net: Flux1, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[tuple[torch.Size, torch.Size]] = []
+    velocity = net.velocity
+
+    def seen(latents: torch.Tensor, **conditions: Any) -> torch.Tensor:
+        called.append((latents.shape, conditions["text"][0].shape))
+        return velocity(latents, **conditions)
+
+    monkeypatch.setattr(net, "velocity", seen)
+    before = copy_of(net.parameters())
+    empty = tuple(torch.from_numpy(ids).long() for ids in Flux1.tokenise(Flux1.folder)([""]))
+    done = list(rehearse(net, [replace(share, batch_size=2) for share in SMOKE_SHARES], empty=empty))
+    assert called == [((2, 16, 64), (2, 32, 128)), ((2, 8, 64), (2, 32, 128))]
+    assert [line.partition(":")[0] for line in done] == ["64x64", "32x64"]
+    assert all(torch.equal(old, new) and new.grad is None for old, new in zip(before, net.parameters(), strict=True))
+
+
+def test_a_network_without_guidance_sees_few_empty_captions(monkeypatch: pytest.MonkeyPatch, net: Flux1) -> None:
+    bucket, empty = one_picture(net)
+    shares: list[float] = []
+    draw = flow.draw
+
+    def seen(bucket: Bucket, *, empty: Any, empty_share: float) -> flow.Noised:
+        shares.append(empty_share)
+        return draw(bucket, empty=empty, empty_share=empty_share)
+
+    monkeypatch.setattr(flow, "draw", seen)
+    for guided in (True, False):
+        monkeypatch.setattr(net, "guided", guided, raising=False)
+        flow_loss(net, bucket, empty=empty)
+    assert shares == [0.1, 0.02]
 
 
 def test_orthogonalized_matrices_keep_their_directions_and_lose_their_sizes() -> None:

@@ -26,8 +26,7 @@ from fluxbatch.tiny import FOLDERS, NAMES
 from fluxbatch.tiny.data import start_workers
 from fluxbatch.tiny.examination import Question, examination
 from fluxbatch.tiny.export import weights_digest
-from fluxbatch.tiny.flux1 import Flux1
-from fluxbatch.tiny.flux2 import Flux2
+from fluxbatch.tiny.families import FAMILIES
 from fluxbatch.tiny.judge import Checks, judge
 from fluxbatch.tiny.record import Record
 from fluxbatch.tiny.render import Atlas, render
@@ -35,7 +34,7 @@ from fluxbatch.tiny.scenes import Scene
 from fluxbatch.tiny.scores import Scores, Setting, settings_of
 from fluxbatch.tiny.vae import Vae, decode, encode_pixels
 
-FAMILIES: dict[str, Any] = {NAMES[family.name]: family for family in (Flux1, Flux2)}
+EMBEDDED: dict[str, Any] = {NAMES[name]: family for name, family in FAMILIES.items()}
 Draw = Callable[[Sequence[str], Setting], np.ndarray]
 Found = Callable[[str, Scores, int], None]  # a line of the score table: its name, and of how many prompts a kind
 
@@ -163,7 +162,7 @@ def score(draw: Draw, settings: Sequence[Setting], workers: Pool, *, seconds: fl
 
 def main() -> None:
     args = _arguments()
-    family, folder = FAMILIES[args.model], args.folder or FOLDERS[args.model]
+    family, folder = EMBEDDED[args.model], args.folder or FOLDERS[args.model]
     if not folder.is_dir():
         raise SystemExit(f"there is no model in {folder}")
     args.out.mkdir(parents=True, exist_ok=True)
@@ -196,7 +195,7 @@ def _chosen(settings: Sequence[Setting], words: Sequence[str]) -> list[Setting]:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for log.txt and run.json")
-    parser.add_argument("--model", choices=FAMILIES, default="tiny")
+    parser.add_argument("--model", choices=EMBEDDED, default="tiny")
     parser.add_argument("--folder", type=Path, help="a model folder elsewhere; else the embedded one")
     parser.add_argument("--settings", nargs="+", default=[], help="those whose names contain one of these; else all")
     parser.add_argument("--prompts", type=int, help="of each kind; else as many as each setting has")

@@ -23,7 +23,6 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-import torch._dynamo
 from torch import Tensor
 
 from fluxbatch.tiny import sheet
@@ -31,12 +30,13 @@ from fluxbatch.tiny.checkpoint import Checkpoint, vae_numbers
 from fluxbatch.tiny.data import SHARES, SMOKE_SHARES, Captions, fill_buckets, start_workers, write_captions
 from fluxbatch.tiny.examine import Artist, examine, machine
 from fluxbatch.tiny.export import pack_model, write_model
-from fluxbatch.tiny.flux1 import Flux1
-from fluxbatch.tiny.flux2 import Flux2
+from fluxbatch.tiny.families import FAMILIES
+from fluxbatch.tiny.flow import Bucket, TokenIds
 from fluxbatch.tiny.record import Record
+from fluxbatch.tiny.rehearse import rehearsal
 from fluxbatch.tiny.render import Atlas, render
 from fluxbatch.tiny.scores import settings_of
-from fluxbatch.tiny.trainer import Clock, Progress, Trainer
+from fluxbatch.tiny.trainer import Clock, Progress, Trainer, tune_backends
 from fluxbatch.tiny.vae import (
     SIZES,
     SMOKE_SIZES,
@@ -49,7 +49,6 @@ from fluxbatch.tiny.vae import (
     train_whole,
 )
 
-FAMILIES: dict[str, Any] = {"flux1": Flux1, "flux2": Flux2}
 VAE_SHARE, DISTILL_SHARE = 0.2, 0.12  # of the training time, where there is such a stage
 END_S = 8.0  # kept for what workers still judge, and for leaving
 
@@ -105,7 +104,7 @@ def main() -> None:
     family, shares = FAMILIES[args.model], SMOKE_SHARES if args.smoke else SHARES
     with tempfile.TemporaryDirectory() as work:
         begun = begin(family, args.source, work=Path(work), progress=run.progress)
-        _tune_backends(seed=1 + run.progress.steps)
+        tune_backends(seed=1 + run.progress.steps)
         num, tokenise = sum(share.num_samples for share in shares), family.tokenise(begun.template)
         writing = write_captions(workers, num, seed=1 + run.progress.steps, index=atlas.index, tokenise=tokenise)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -113,10 +112,13 @@ def main() -> None:
         run.facts |= {"model": family.name} | machine(device)
         parameters = f"{_count(net)} and a VAE of {_count(vae)} parameters"
         run.say(f"{family.name} from {args.source}: {parameters}, on {run.facts['device']}")
-        captions = writing.result()
-        run.say(f"{num} captions written")
-        ready_vae(run, vae, captions, textures, trained=begun.vae_is_trained, args=args)
-        train(run, net, vae, template=begun.template, captions=captions, textures=textures, args=args)
+        with rehearsal(family.name, begun.template, device=device, log=args.out / "rehearsal.txt"):
+            captions = writing.result()
+            run.say(f"{num} captions written")
+            ready_vae(run, vae, captions, textures, trained=begun.vae_is_trained, args=args)
+            buckets = make_data(run, net, vae, captions, textures, args=args)
+            trainer, empty = ready_trainer(run, net, vae, buckets, template=begun.template, args=args)
+        train(run, trainer, buckets, empty=empty, template=begun.template, args=args)
         finish(run, net, vae, template=begun.template, workers=workers, atlas=atlas, args=args)
     run.say("finished")
     workers.terminate()
@@ -142,16 +144,22 @@ def ready_vae(
     run.say(f"VAE round trip {psnr(vae, shown):.1f} dB")
 
 
-def train(
-    run: Run, net: Any, vae: Vae, *, template: Path, captions: Captions, textures: Tensor, args: argparse.Namespace
-) -> None:
-    """Flow matching, a checkpoint, then distillation where the family has guidance. Leaves the average in `net`."""
-    shares, clock, device = SMOKE_SHARES if args.smoke else SHARES, run.clock, textures.device
+def make_data(
+    run: Run, net: Any, vae: Vae, captions: Captions, textures: Tensor, *, args: argparse.Namespace
+) -> list[Bucket]:
+    shares = SMOKE_SHARES if args.smoke else SHARES
     rotary = {(share.height, share.width): net.rotary(share.height, share.width) for share in shares}
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = torch.bfloat16 if textures.is_cuda else torch.float32
     encoder = copy.deepcopy(vae).to(dtype=dtype, memory_format=torch.channels_last)
     buckets = list(fill_buckets(shares, captions, vae=encoder, textures=textures, rotary=rotary))
     run.say(f"latents: {sum(bucket.latents.nbytes for bucket in buckets) / 1e9:.2f} GB")
+    return buckets
+
+
+def ready_trainer(
+    run: Run, net: Any, vae: Vae, buckets: list[Bucket], *, template: Path, args: argparse.Namespace
+) -> tuple[Trainer, TokenIds]:
+    """With its steps compiled and captured; and the tokens of no caption."""
 
     def keep(average: dict[str, Tensor]) -> None:
         done = run.progress
@@ -159,14 +167,23 @@ def train(
         Checkpoint(*parts).save(run.out)
         run.write()
 
-    trainer = Trainer(net, progress=run.progress, clock=clock, say=run.say, keep=keep)
-    empty = tuple(torch.from_numpy(ids).to(device).long() for ids in net.tokenise(template)([""]))
+    trainer = Trainer(net, progress=run.progress, clock=run.clock, say=run.say, keep=keep)
+    empty = tuple(torch.from_numpy(ids).to(trainer.device).long() for ids in net.tokenise(template)([""]))
+    trainer.record_flow(buckets, SMOKE_SHARES if args.smoke else SHARES, empty=empty)
+    return trainer, empty
+
+
+def train(
+    run: Run, trainer: Trainer, buckets: list[Bucket], *, empty: TokenIds, template: Path, args: argparse.Namespace
+) -> None:
+    """Flow matching, a checkpoint, then distillation where the family has guidance. Leaves the average in the net."""
+    net, shares, clock = trainer.net, SMOKE_SHARES if args.smoke else SHARES, run.clock
     distill_s = DISTILL_SHARE * (clock.left_s() - args.reserve_s) if net.guided else 0.0
-    trainer.match_flow(buckets, shares, empty=empty, rate=args.lr, until_left_s=args.reserve_s + distill_s)
-    keep(trainer.averaged())
+    trainer.match_flow(rate=args.lr, until_left_s=args.reserve_s + distill_s)
+    trainer.keep(trainer.averaged())
     run.say("checkpoint written")
     if net.guided and not clock.stopped:
-        teacher = type(net).fresh(template).to(device).eval().requires_grad_(False)
+        teacher = type(net).fresh(template).to(trainer.device).eval().requires_grad_(False)
         teacher.load_state_dict(trainer.averaged())
         trainer.distil(buckets, shares, empty=empty, teacher=teacher, rate=args.lr, until_left_s=args.reserve_s)
     trainer.use_average()
@@ -213,15 +230,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--smoke", action="store_true", help="the whole path on a CPU in minutes; draws nothing good")
     return parser.parse_args()
-
-
-def _tune_backends(*, seed: int) -> None:
-    torch.manual_seed(seed)
-    # cuDNN's attention backward fails at head_dim 32 on sm_90 (torch 2.11).
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    torch.set_float32_matmul_precision("high")
-    torch._dynamo.config.suppress_errors = True  # a part that does not compile runs as it is
-    torch._dynamo.config.recompile_limit = 64  # sizes x batches x with and without gradients
 
 
 if __name__ == "__main__":
