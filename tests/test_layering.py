@@ -11,8 +11,8 @@ PACKAGE = Path(__file__).parent.parent / "fluxbatch"
 
 # Lower ranks know nothing of higher ones; rooms of one rank do not import each other.
 RANKS = [
-    {"errors", "records", "process", "step_cache", "tiny"},
-    {"storage", "pipeline_call"},
+    {"errors", "records", "process", "step_cache", "klein"},
+    {"storage", "pipeline_call", "tiny"},
     {"config", "user_cache"},
     {"lora_files", "config_rules", "compose", "stop", "model_folder"},
     {"manifest", "telemetry"},

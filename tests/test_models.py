@@ -217,6 +217,18 @@ def test_a_folder_that_is_not_there_is_refused() -> None:
     assert "model.path must name a folder or a hub id for flux1_dev" in refusal(name="flux1_dev", path=None)
 
 
+def test_an_embedded_model_without_weights_says_how_they_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(tiny.FOLDERS, "tiny_flux2", tmp_path / "absent")
+    with pytest.raises(ConfigError) as refused:
+        check_model(model_config(name="tiny_flux2", family="flux2", guidance="none"))
+    sentence = str(refused.value)
+    assert sentence.startswith(f"model=tiny_flux2 has no weights in {tmp_path / 'absent'} yet: ")
+    assert "fluxbatch.tiny.train --model flux2" in sentence and "fluxbatch.tiny.install" in sentence
+    assert "\n" not in sentence
+
+
 def test_weights_of_another_kind_are_refused(folder: Path) -> None:
     assert "must be a Flux2KleinPipeline for model=klein" in refusal(family="flux2", name="klein", path=str(folder))
     assert "model.guidance must be embedded for the weights in" in refusal(guidance="none", path=str(folder))
@@ -309,6 +321,22 @@ def test_klein_reads_only_the_text_layers_it_uses(klein_folder: Path) -> None:
     expected = torch.stack([states[layer] for layer in (9, 18, 27)], dim=1).permute(0, 2, 1, 3).reshape(1, 48, -1)
     assert torch.equal(stored.encode(tokens)["prompt_embeds"], expected)
     assert len(stored._text_encoder.layers) == 27
+
+
+def test_a_folder_that_names_its_text_layers_is_read_at_those(tmp_path: Path) -> None:
+    """As diffusers reads it when its call is told so."""
+    parts = flux2_parts(num_text_layers=7)
+    parts["text_encoder"].config.text_encoder_out_layers = [2, 4, 6]
+    pipeline = Flux2KleinPipeline(
+        **parts, scheduler=FlowMatchEulerDiscreteScheduler(**FLUX2_SCHEDULER), is_distilled=True
+    )
+    pipeline.save_pretrained(tmp_path)
+    cfg = model_config(family="flux2", name="flux2_klein_4b", guidance="none", path=str(tmp_path))
+    stored = load_model(cfg, true_cfg_scale=2.0)
+    tokens = stored.tokenize(["a red circle"]).tensors
+    expected, _ = pipeline.encode_prompt("a red circle", max_sequence_length=48, text_encoder_out_layers=(2, 4, 6))
+    assert torch.equal(stored.encode(tokens)["prompt_embeds"], expected)
+    assert len(stored._text_encoder.layers) == 6
 
 
 def test_klein_base_and_distilled_weights_are_not_confused(klein_folder: Path) -> None:

@@ -3,29 +3,41 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from diffusers import Flux2Transformer2DModel
+from omegaconf import OmegaConf
+from tiny_models import qwen_tokenizer
 
-from fluxbatch.tiny import FOLDER
+from fluxbatch import tiny
+from fluxbatch.tiny import flow
 from fluxbatch.tiny.checkpoint import Checkpoint, load_pieces, save_pieces
+from fluxbatch.tiny.data import SMOKE_SHARES
 from fluxbatch.tiny.examination import Question, examination, score
 from fluxbatch.tiny.export import pack_model
 from fluxbatch.tiny.flow import HIGH_NOISE, HIGH_NOISE_SHARE, Bucket, distillation_loss, draw_sigma, flow_loss
 from fluxbatch.tiny.flux1 import CLIP_TOKENS, TEXT_TOKENS, Flux1
-from fluxbatch.tiny.install import RECORD, SETTINGS, install_model, with_run, with_text_length
+from fluxbatch.tiny.flux2 import TRANSFORMER, Flux2, random_qwen3
+from fluxbatch.tiny.install import Place, install, install_model, with_examination, with_run, with_text_length
 from fluxbatch.tiny.judge import judge
 from fluxbatch.tiny.measure import components
 from fluxbatch.tiny.optim import Optimizer, copy_of, orthogonalized
 from fluxbatch.tiny.reader import read_caption
+from fluxbatch.tiny.rehearse import rehearse
 from fluxbatch.tiny.render import Atlas, render
 from fluxbatch.tiny.scenes import Scene, Thing
+from fluxbatch.tiny.scores import settings_of
 from fluxbatch.tiny.trainer import falling
 from fluxbatch.tiny.vae import packed
 from fluxbatch.tiny.words import held_out
 from fluxbatch.tiny.writer import Writer
+
+SMOKE = ("--smoke", "--minutes", "1", "--reserve-s", "30")
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +205,33 @@ def test_velocity_is_what_diffusers_computes(net: Flux1) -> None:
     torch.testing.assert_close(ours, theirs)
 
 
+def test_text_and_velocity_of_flux2_are_what_diffusers_computes() -> None:
+    torch.manual_seed(4)
+    tokenizer = qwen_tokenizer()
+    net = Flux2(Flux2Transformer2DModel(**TRANSFORMER), random_qwen3(tokenizer)).eval()
+    token_ids, mask = tokenizer(["a red circle", "two cats"], padding="max_length", max_length=32).values()
+    ids = (torch.tensor(token_ids), torch.tensor(mask))
+    latents, sigma = torch.randn(2, 24, 64), torch.tensor([0.3, 0.9])
+    grids = ((1, 1, 1, 32), (1, 4, 6, 1))
+    txt_ids, img_ids = (torch.cartesian_prod(*(torch.arange(side) for side in grid)) for grid in grids)
+    with torch.no_grad():
+        (text,) = net.embed(ids)
+        states = net.qwen3(*ids, output_hidden_states=True).hidden_states
+        wanted = torch.cat([states[layer] for layer in (9, 18, 27)], -1)
+        ours = net.velocity(latents, sigma=sigma, guidance=sigma, text=(text,), rotary=net.rotary(64, 96))
+        theirs = net.transformer(
+            hidden_states=latents,
+            timestep=sigma,
+            guidance=None,
+            encoder_hidden_states=text,
+            img_ids=img_ids,
+            txt_ids=txt_ids,
+            return_dict=False,
+        )[0]
+    torch.testing.assert_close(text, wanted)
+    torch.testing.assert_close(ours, theirs)
+
+
 def one_picture(net: Flux1) -> tuple[Bucket, tuple[torch.Tensor, ...]]:
     """A bucket of the same caption and latents four times, and its caption's ids."""
     ids = tuple(torch.from_numpy(some) for some in Flux1.tokenise(Flux1.folder)(["a red circle"]))
@@ -235,6 +274,41 @@ def test_what_is_distilled_depends_on_what_the_teacher_says_without_a_caption(ne
     assert losses[0] != losses[1]
 
 
+def test_a_rehearsal_calls_each_size_as_training_does_and_leaves_nothing(
+    net: Flux1, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[tuple[torch.Size, torch.Size]] = []
+    velocity = net.velocity
+
+    def seen(latents: torch.Tensor, **conditions: Any) -> torch.Tensor:
+        called.append((latents.shape, conditions["text"][0].shape))
+        return velocity(latents, **conditions)
+
+    monkeypatch.setattr(net, "velocity", seen)
+    before = copy_of(net.parameters())
+    empty = tuple(torch.from_numpy(ids).long() for ids in Flux1.tokenise(Flux1.folder)([""]))
+    done = list(rehearse(net, [replace(share, batch_size=2) for share in SMOKE_SHARES], empty=empty))
+    assert called == [((2, 16, 64), (2, 32, 128)), ((2, 8, 64), (2, 32, 128))]
+    assert [line.partition(":")[0] for line in done] == ["64x64", "32x64"]
+    assert all(torch.equal(old, new) and new.grad is None for old, new in zip(before, net.parameters(), strict=True))
+
+
+def test_a_network_without_guidance_sees_few_empty_captions(monkeypatch: pytest.MonkeyPatch, net: Flux1) -> None:
+    bucket, empty = one_picture(net)
+    shares: list[float] = []
+    draw = flow.draw
+
+    def seen(bucket: Bucket, *, empty: Any, empty_share: float) -> flow.Noised:
+        shares.append(empty_share)
+        return draw(bucket, empty=empty, empty_share=empty_share)
+
+    monkeypatch.setattr(flow, "draw", seen)
+    for guided in (True, False):
+        monkeypatch.setattr(net, "guided", guided, raising=False)
+        flow_loss(net, bucket, empty=empty)
+    assert shares == [0.1, 0.02]
+
+
 def test_orthogonalized_matrices_keep_their_directions_and_lose_their_sizes() -> None:
     torch.manual_seed(0)
     for shape in ((3, 24, 64), (2, 64, 24)):
@@ -273,10 +347,27 @@ def test_no_caption_is_longer_than_the_token_columns() -> None:
     assert (clip_ids[:, -1] == clip_ids.max()).all()
 
 
-def test_the_settings_pad_captions_as_the_training_of_the_shipped_weights_did() -> None:
-    settings = SETTINGS.read_text()
-    assert with_text_length(settings, FOLDER) == settings
-    assert "\nmax_sequence_length: " in settings
+@pytest.mark.parametrize("family", [Flux1, Flux2])
+def test_the_settings_of_an_embedded_model_are_what_its_training_is(family: Any) -> None:
+    settings = OmegaConf.load(Place.of(family.name).settings)
+    assert (settings.name, settings.family) == (tiny.NAMES[family.name], family.name)
+    assert settings.max_sequence_length == family.text_tokens
+    assert settings.guidance == ("embedded" if family.guided else "none")
+    assert settings.negative_prompts == family.guided  # which also means that a second pass says something
+
+
+@pytest.mark.parametrize("family", ["flux1", "flux2"])
+def test_the_settings_pad_captions_as_the_training_of_the_shipped_weights_did(family: str) -> None:
+    place = Place.of(family)
+    if not place.folder.is_dir():
+        pytest.skip(f"{place.folder.name}: these weights are not trained yet")
+    assert with_text_length(place.settings.read_text(), place.folder) == place.settings.read_text()
+
+
+def test_the_readme_promises_no_model_without_weights() -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    for name, folder in tiny.FOLDERS.items():
+        assert folder.is_dir() or f"`{name}`" not in readme
 
 
 def test_installing_weights_takes_over_their_text_length(tmp_path: Path) -> None:
@@ -284,7 +375,7 @@ def test_installing_weights_takes_over_their_text_length(tmp_path: Path) -> None
     assert with_text_length("dtype: float32\nmax_sequence_length: 64\n", tmp_path) == (
         "dtype: float32\nmax_sequence_length: 7\n"
     )
-    with pytest.raises(SystemExit, match="0 lines"):
+    with pytest.raises(SystemExit, match="one line with a max_sequence_length, it has 0"):
         with_text_length("dtype: float32\n", tmp_path)
 
 
@@ -326,10 +417,11 @@ def test_a_model_is_installed_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [path.name for path in place.iterdir()] == ["weights"]
 
 
-def test_an_installed_run_adds_its_line_and_replaces_the_scores() -> None:
+def run_of(model: str) -> dict[str, Any]:
+    """What a training run's run.json holds."""
     losses = [{"stage": "flow", "loss": loss, "samples_per_s": 9000.0} for loss in (0.5, 0.25)]
-    run = {
-        "model": "flux1",
+    return {
+        "model": model,
         "arguments": {"minutes": "8.0", "source": "shipped"},
         "device": "one GPU",
         "torch": "2.11",
@@ -337,21 +429,82 @@ def test_an_installed_run_adds_its_line_and_replaces_the_scores() -> None:
         "samples": 6_500_000,
         "losses": losses,
         "scores": {"8x8": {"shape": 0.123, "shape: color": 1.0}},
+        "num_prompts": {"8x8": 48},
     }
-    text = with_run(with_run(RECORD.read_text(), run), run)
+
+
+@pytest.mark.parametrize("model", ["flux1", "flux2"])
+def test_an_installed_run_adds_its_line_and_replaces_the_scores(model: str) -> None:
+    before, run = Place.of(model).record.read_text(), run_of(model)
+    text = with_run(with_run(before, run), run)
     assert text.count("| one GPU, torch 2.11 | 4.0 | 6.5 M | 9,000 | 0.500 to 0.250 |") == 2
-    assert text.count("| 8x8 | 0.123 |") == 1
-    assert "color" not in text.split("<!-- scores of flux1 -->")[1]
+    assert text.count("| 8x8 | one GPU | 48 | 0.123 |") == 1
+    scores = text.partition(f"<!-- scores of {model} -->")[2].partition("<!-- end of the scores of")[0]
+    assert [line.split("|")[1].strip() for line in scores.splitlines() if line][2:] == ["8x8"]
+    assert "no weights" not in scores
+    other = "flux2" if model == "flux1" else "flux1"
+    mark = f"<!-- scores of {other} -->"
+    assert text.partition(mark)[2].partition("<!--")[0] == before.partition(mark)[2].partition("<!--")[0]
+
+
+def test_a_run_without_time_for_scores_says_so() -> None:
+    text = with_run(Place.of("flux2").record.read_text(), run_of("flux2") | {"scores": {}})
+    assert "<!-- scores of flux2 -->\n\nNo scores: the run had no time left for them.\n" in text
+
+
+@pytest.mark.parametrize(("num_prompts", "kept"), [(47, "one GPU | 48 | 0.123"), (48, "CPU | 48 | 0.500")])
+def test_an_examination_completes_the_table_and_replaces_no_line_of_more_prompts(num_prompts: int, kept: str) -> None:
+    first = with_run(Place.of("flux1").record.read_text(), run_of("flux1"))
+    later = {"model": "flux1", "device": "CPU", "num_prompts": {"8x8": num_prompts, "16x16": 16}}
+    text = with_examination(first, later | {"scores": {"16x16": {"shape": 1.0}, "8x8": {"shape": 0.5}}})
+    scores = text.partition("<!-- scores of flux1 -->")[2].partition("<!-- end of the scores of flux1 -->")[0]
+    assert scores.split("\n")[4:-2] == [f"| 8x8 | {kept} |", "| 16x16 | CPU | 16 | 1.000 |"]
+    with pytest.raises(SystemExit, match="other columns"):
+        with_examination(first, later | {"scores": {"8x8": {"color": 1.0}}})
+
+
+def test_an_examination_of_other_weights_is_refused(tmp_path: Path) -> None:
+    run = {"model": "flux1", "weights": "0123456789abcdef", "scores": {}, "num_prompts": {}}
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    before = Place.of("flux1").record.read_text()
+    with pytest.raises(SystemExit, match="of other weights than those in"):
+        install(tmp_path)
+    assert Place.of("flux1").record.read_text() == before
+
+
+def test_what_is_installed_goes_into_the_checkout_that_is_named(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "defaults.json").write_text('{"max_sequence_length": 7}')
+    pack_model(tmp_path / "new", tmp_path / "out")
+    (tmp_path / "out" / "run.json").write_text(json.dumps(run_of("flux2")))
+    place = Place.of("flux2", tmp_path)
+    for path, source in ((place.record, Place.of("flux2").record), (place.settings, Place.of("flux2").settings)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source.read_text())
+    assert "one more run, 1 settings" in install(tmp_path / "out", tmp_path)
+    assert place.folder == tmp_path / "fluxbatch" / "tiny" / "model_flux2"
+    assert (place.folder / "defaults.json").exists()
+    assert "| 8x8 | one GPU | 48 |" in place.record.read_text()
+    assert "\nmax_sequence_length: 7\n" in place.settings.read_text()
+
+
+def test_a_model_without_guidance_has_no_setting_twice_and_none_with_guidance() -> None:
+    names = [setting.name for setting in settings_of(guided=False)]
+    assert len(names) == len(set(names))
+    assert not any("guidance" in name for name in names)
+    guided = [setting.name for setting in settings_of(guided=True)]
+    for wanted in ("bfloat16", "float16", ", 4 steps", ", 8 steps", "192x192", "192x320", "320x192", "256x256"):
+        assert any(wanted in name for name in names) and any(wanted in name for name in guided), wanted
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("source", [["--from", "nothing"], ["--model", "flux2", "--from", "vae"]])
-def test_a_smoke_run_trains_exports_scores_and_goes_on(tmp_path: Path, source: list[str]) -> None:
-    command = [sys.executable, "-m", "fluxbatch.tiny.train", "--smoke", "--minutes", "1", "--reserve-s", "30"]
-    subprocess.run([*command, *source, "--out", str(tmp_path / "a")], check=True)
-    model = source[:2] if "flux2" in source else []
-    subprocess.run([*command, *model, "--from", str(tmp_path / "a"), "--out", str(tmp_path / "b")], check=True)
+@pytest.mark.parametrize(("model", "source"), [("flux1", "nothing"), ("flux2", "vae")])
+def test_a_smoke_run_trains_exports_scores_and_goes_on(tmp_path: Path, model: str, source: str) -> None:
+    command = [sys.executable, "-m", "fluxbatch.tiny.train", "--model", model, *SMOKE]
+    subprocess.run([*command, "--from", source, "--out", str(tmp_path / "a")], check=True)
+    subprocess.run([*command, "--from", str(tmp_path / "a"), "--out", str(tmp_path / "b")], check=True)
     first, second = (json.loads((tmp_path / name / "run.json").read_text()) for name in "ab")
-    assert second["scores"]["control: ground truth"]["shape"] == 1.0
+    assert second["scores"]["control: ground truth, 128x128"]["shape"] == 1.0
     assert second["steps"] > first["steps"] > 0
     assert (tmp_path / "b" / "model.tar.00").exists()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3Model
 
 from fluxbatch.config import ModelConfig
+from fluxbatch.klein import SCHEDULER, TEXT_ENCODER_LAYERS, text_encoder_layers
 from fluxbatch.models import Decode, Flow, PromptEmbeds, Schedule, Tokens, loading, residency, tuning
 from fluxbatch.models.aot.parts import Part
 from fluxbatch.models.checkpoints import convert
@@ -28,8 +29,6 @@ from fluxbatch.models.precision import PRECISIONS
 from fluxbatch.models.schedule import flow_schedule, flux2_mu
 from fluxbatch.models.tokens import RandomTokenizer, tokenize_fixed
 from fluxbatch.records import Bucket
-
-TEXT_ENCODER_LAYERS = (9, 18, 27)  # hidden states that the transformer reads: Flux2KleinPipeline's default
 
 # Full-size settings for random weights. Transformers: diffusers `scripts/convert_flux2_to_diffusers.py`; base models
 # have the distilled ones' architecture. Encoders: Qwen/Qwen3-4B and -8B, of which the first 27 layers are built.
@@ -81,14 +80,6 @@ RANDOM = {
     "flux2_klein_base_4b": _KLEIN_4B,
     "flux2_klein_base_9b": _KLEIN_9B,
 }
-SCHEDULER = {
-    "shift": 3.0,
-    "use_dynamic_shifting": True,
-    "base_shift": 0.5,
-    "max_shift": 1.15,
-    "base_image_seq_len": 256,
-    "max_image_seq_len": 4096,
-}
 
 
 class Flux2:
@@ -129,20 +120,15 @@ class Flux2:
 
     @classmethod
     def load(cls, cfg: ModelConfig) -> Self:
-        placement = residency.settle(
-            cfg,
-            loading.place(cfg),
-            random=_random,
-            text_encoder="text_encoder",
-            num_layers=max(TEXT_ENCODER_LAYERS),
-        )
+        placed, layers = loading.place(cfg), _text_encoder_layers(cfg)
+        placement = residency.settle(cfg, placed, random=_random, text_encoder="text_encoder", num_layers=max(layers))
         use_fused = tuning.use_fused(cfg, placement)
         parts = (_random if cfg.random_weights else _stored)(cfg, placement)
         if use_fused:
             parts |= _fused(parts, cfg, placement)
         else:
             tuning.prepare_plain(parts["transformer"], parts["vae"], cfg=cfg, placement=placement)
-        return cls(**parts, cfg=cfg)
+        return cls(**parts, text_encoder_layers=layers, cfg=cfg)
 
     @classmethod
     def blueprint(cls, cfg: ModelConfig) -> tuple[Self, list[Part]]:
@@ -317,9 +303,15 @@ def _stored(cfg: ModelConfig, placement: loading.Placement) -> dict[str, Any]:
     }
 
 
+def _text_encoder_layers(cfg: ModelConfig) -> tuple[int, ...]:
+    if cfg.random_weights:
+        return TEXT_ENCODER_LAYERS
+    return text_encoder_layers(loading.read_json(loading.model_folder(cfg) / "text_encoder" / "config.json"))
+
+
 def _first_layers_config(settings: dict[str, Any]) -> Qwen3Config:
     """The encoder's settings cut to the layers that are used, so that the others are never read."""
-    num_layers = max(TEXT_ENCODER_LAYERS)
+    num_layers = max(text_encoder_layers(settings))
     if settings.get("layer_types"):
         settings = {**settings, "layer_types": settings["layer_types"][:num_layers]}
     return Qwen3Config(**{**settings, "num_hidden_layers": num_layers})

@@ -203,16 +203,28 @@ def _home(cfg: ModelConfig) -> Home:
 
 def _find_folder(home: Home) -> Path:
     if home.path is None:
-        if home.cfg.name != "tiny":
-            beside = f" beside the file {home.cfg.path}" if home.key == "model.base" else ""
-            raise ConfigError(f"{home.key} must name a folder or a hub id for {home.cfg.name}{beside}, got null")
-        return tiny.FOLDER
+        return _embedded_folder(home)
     local = Path(home.path).expanduser()
     if local.is_dir():
         return local
     if not HUB_ID.fullmatch(home.path):
         raise ConfigError(f"{home.key} must be a folder or a hub id (org/name), got {home.path!r}: no such folder")
     return _hub_folder(home)
+
+
+def _embedded_folder(home: Home) -> Path:
+    name = home.cfg.name
+    if name not in tiny.FOLDERS:
+        beside = f" beside the file {home.cfg.path}" if home.key == "model.base" else ""
+        raise ConfigError(f"{home.key} must name a folder or a hub id for {name}{beside}, got null")
+    folder = tiny.FOLDERS[name]
+    if not folder.is_dir():
+        raise ConfigError(
+            f"model={name} has no weights in {folder} yet: `python -m fluxbatch.tiny.train --model {home.cfg.family} "
+            "--from vae --minutes 10 --out OUT` on a GPU makes them, and `python -m fluxbatch.tiny.install OUT` puts "
+            "them there"
+        )
+    return folder
 
 
 def _hub_folder(home: Home) -> Path:

@@ -83,6 +83,7 @@ FLUX1, KLEIN_4B, KLEIN_9B = (57, 3072, 12, 10.5, H200), (25, 3072, 13, 10.5, H20
 # 0.075 and 0.050). klein-9B, 512x512: 35.4 and 20.7 ms a forward. The others have their relatives' rates.
 COSTS = {
     "tiny": Cost(8, 192, 12, 0.3, "one CPU core", {"diffusers": 0.04, "fused": 0.04, "fp8": 0.04}),
+    "tiny_flux2": Cost(11, 192, 13, 0.3, "one CPU core", {"diffusers": 0.04, "fused": 0.04, "fp8": 0.04}),
     "flux1_dev": Cost(*FLUX1, {"diffusers": 420, "fused": 603, "fp8": 894}),
     "flux1_schnell": Cost(*FLUX1, {"diffusers": 380, "fused": 603, "fp8": 894}),
     "flux2_klein_4b": Cost(*KLEIN_4B, {"diffusers": 240, "fused": 598, "fp8": 859}),

@@ -1,5 +1,11 @@
-"""Where the embedded model lies: a FLUX.1 of 7 M parameters in diffusers' layout, weights in float16."""
+"""Where the embedded models lie, each in diffusers' layout with weights in float16: a FLUX.1 and a FLUX.2 of some 8 M
+parameters. A folder that is not there is of a model that has no weights yet."""
 
 from pathlib import Path
 
-FOLDER = Path(__file__).parent / "model"
+FOLDERS = {  # under the names that conf/model/ has
+    "tiny": Path(__file__).parent / "model",
+    "tiny_flux2": Path(__file__).parent / "model_flux2",
+}
+FOLDER = FOLDERS["tiny"]
+NAMES = {"flux1": "tiny", "flux2": "tiny_flux2"}  # of the embedded model of each family

@@ -1,110 +1,78 @@
-"""Draws the examination with a pipeline and has worker processes judge it, setting by setting. Trains nothing."""
+"""Scores a model folder by the examination, setting by setting, with controls. Trains nothing.
 
+    python -m fluxbatch.tiny.examine --out OUT                                  # the embedded FLUX.1, every setting
+    python -m fluxbatch.tiny.examine --model tiny_flux2 --settings 192x192 float16 --prompts 64 --out OUT
+
+Draws with diffusers' pipeline, on the GPU where there is one, while worker processes judge. In OUT, as it goes on:
+log.txt and run.json; `python -m fluxbatch.tiny.install OUT` then completes the table of TRAINING.md.
+"""
+
+import argparse
+import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.pool import MapResult, Pool
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
+from fluxbatch.tiny import FOLDERS, NAMES
+from fluxbatch.tiny.data import start_workers
 from fluxbatch.tiny.examination import Question, examination
+from fluxbatch.tiny.export import weights_digest
+from fluxbatch.tiny.families import FAMILIES
 from fluxbatch.tiny.judge import Checks, judge
+from fluxbatch.tiny.record import Record
 from fluxbatch.tiny.render import Atlas, render
 from fluxbatch.tiny.scenes import Scene
+from fluxbatch.tiny.scores import Scores, Setting, settings_of
 from fluxbatch.tiny.vae import Vae, decode, encode_pixels
 
-Pipeline = Any  # diffusers' lazy imports hide its attributes from mypy
-Scores = dict[str, float]
-SHOWN = (
-    "a red circle",
-    "a blue square on a yellow background",
-    "a green triangle",
-    "a purple star on a black background",
-    "a cat on a pink background",
-    "a fox in the snow",
-    "a rocket in space",
-    "a blue car on the beach",
-    "two red hearts",
-    "three yellow stars at night",
-    "a red circle to the left of a blue square",
-    "a green triangle above an orange circle",
-    "a penguin and a snowman in the snow",
-    "a castle at sunset",
-    "a purple cat in a meadow",
-    "a fish under water",
-    "a small red balloon in the top right corner",
-    "a huge pizza",
-    "a yellow heart inside a pink hexagon",
-    "four apples on a blue background",
-    "a dinosaur in the desert",
-    "a ghost at night",
-    "an owl above a pumpkin at night",
-    "a green frog on a white background",
-)
+EMBEDDED: dict[str, Any] = {NAMES[name]: family for name, family in FAMILIES.items()}
+Draw = Callable[[Sequence[str], Setting], np.ndarray]
+Found = Callable[[str, Scores, int], None]  # a line of the score table: its name, and of how many prompts a kind
 
 
-@dataclass(frozen=True)
-class Setting:
-    """How a line of the score table was drawn."""
+class Artist:
+    """Draws with a model folder as a user of diffusers does. Owns one pipeline a dtype."""
 
-    height: int = 128
-    width: int = 128
-    num_inference_steps: int = 20
-    guidance_scale: float = 3.5
-    dtype: str = "float32"
-    num_prompts: int = 256  # of each kind
+    def __init__(self, family: Any, folder: Path, device: torch.device) -> None:
+        self.family, self.folder, self.device = family, folder, device
+        self.told = family.call_settings(folder)
+        self.pipelines: dict[str, Any] = {}
 
-    @property
-    def name(self) -> str:
-        name = f"{self.height}x{self.width}, {self.num_inference_steps} steps, guidance {self.guidance_scale:g}"
-        return name + (f", {self.dtype}" if self.dtype != "float32" else "")
+    def pipeline(self, dtype: str = "float32") -> Any:
+        if dtype not in self.pipelines:
+            pipeline = self.family.stored_pipeline(self.folder, getattr(torch, dtype)).to(self.device)
+            pipeline.set_progress_bar_config(disable=True)
+            self.pipelines[dtype] = pipeline
+        return self.pipelines[dtype]
 
-
-# in the order of their worth, should time run out
-SETTINGS = (
-    Setting(),
-    Setting(96, 160),
-    Setting(160, 96),
-    Setting(112, 144),
-    Setting(144, 112),
-    Setting(256, 256, num_prompts=64),
-    Setting(num_inference_steps=8),
-    Setting(dtype="bfloat16"),
-    Setting(192, 192, num_prompts=64),
-    Setting(guidance_scale=1.0, num_prompts=128),
-    Setting(num_inference_steps=4),
-    Setting(dtype="float16"),
-    Setting(192, 320, num_prompts=48),
-    Setting(320, 192, num_prompts=48),
-    Setting(guidance_scale=5.0, num_prompts=128),
-)
-
-
-@torch.no_grad()
-def paint(
-    pipeline: Pipeline, prompts: Sequence[str], setting: Setting, *, max_sequence_length: int, seed: int = 0
-) -> np.ndarray:
-    """uint8 (N, H, W, 3); one seed a batch."""
-    batch = max(8, 256 * 128 * 128 // (setting.height * setting.width))
-    pictures = []
-    for start in range(0, len(prompts), batch):
-        drawn = pipeline(
-            prompt=list(prompts[start : start + batch]),
-            height=setting.height,
-            width=setting.width,
-            num_inference_steps=setting.num_inference_steps,
-            guidance_scale=setting.guidance_scale,
-            max_sequence_length=max_sequence_length,
-            generator=torch.Generator("cpu").manual_seed(seed + start),
-            output_type="pt",
-        ).images
-        pictures.append(to_bytes(drawn.float()))
-    return np.concatenate(pictures)
+    @torch.no_grad()
+    def draw(self, prompts: Sequence[str], setting: Setting) -> np.ndarray:
+        """uint8 (N, H, W, 3); one seed a batch."""
+        batch = max(8, 256 * 128 * 128 // (setting.height * setting.width))
+        guidance_scale = setting.guidance_scale if self.family.guided else 1.0
+        pictures = []
+        for start in range(0, len(prompts), batch):
+            drawn = self.pipeline(setting.dtype)(
+                prompt=list(prompts[start : start + batch]),
+                height=setting.height,
+                width=setting.width,
+                num_inference_steps=setting.num_inference_steps,
+                guidance_scale=guidance_scale,
+                generator=torch.Generator("cpu").manual_seed(start),
+                output_type="pt",
+                **self.told,
+            ).images
+            pictures.append(to_bytes(drawn.float()))
+        return np.concatenate(pictures)
 
 
 def to_bytes(pixels: Tensor) -> np.ndarray:
@@ -152,24 +120,31 @@ def controls(vae: Vae, atlas: Atlas, workers: Pool, *, num_prompts: int, size: t
         through.append(to_bytes(decode(vae, encode_pixels(vae, pixels)).float()))
     whole, shift = np.concatenate(truth), len(questions) // 3 + 5
     pictures = {
-        "control: ground truth": whole,
-        "control: VAE round trip": np.concatenate(through),
-        "control: shuffled prompts": np.roll(whole, shift, axis=0),
+        f"control: ground truth, {size[0]}x{size[1]}": whole,
+        f"control: VAE round trip, {size[0]}x{size[1]}": np.concatenate(through),
+        f"control: shuffled prompts, {size[0]}x{size[1]}": np.roll(whole, shift, axis=0),
     }
     return {name: Marking.start(questions, some, workers).scores() for name, some in pictures.items()}
 
 
 def examine(
-    draw: Callable[[Sequence[str], Setting], np.ndarray],
-    settings: Sequence[Setting],
-    workers: Pool,
-    *,
-    seconds: float,
-    found: Callable[[str, Scores], None],
+    artist: Artist, settings: Sequence[Setting], workers: Pool, *, atlas: Atlas, seconds: float, found: Found
 ) -> None:
-    """Scores of every setting that there is time for; the workers judge one while the device draws the next."""
+    """The first setting and the controls of its size, then every other one that there is time for."""
+    start, first = time.monotonic(), settings[0]
+    score(artist.draw, settings[:1], workers, seconds=float("inf"), found=found)
+    size = (first.height, first.width)
+    shown = controls(artist.pipeline().vae, atlas, workers, num_prompts=first.num_prompts, size=size)
+    for name, scores in shown.items():
+        found(name, scores, first.num_prompts)
+    left_s = seconds - (time.monotonic() - start)
+    score(artist.draw, settings[1:], workers, seconds=left_s, found=found)
+
+
+def score(draw: Draw, settings: Sequence[Setting], workers: Pool, *, seconds: float, found: Found) -> None:
+    """Of every setting that there is time for; the workers judge one while the device draws the next."""
     start, longest = time.monotonic(), 0.0
-    pending: tuple[str, Marking] | None = None
+    pending: tuple[Setting, Marking] | None = None
     for setting in settings:
         began = time.monotonic()
         if began - start + longest > seconds:
@@ -178,39 +153,54 @@ def examine(
         pictures = draw([question.prompt for question in questions], setting)
         marking = Marking.start(questions, pictures, workers)
         if pending:
-            found(pending[0], pending[1].scores())
-        pending = (setting.name, marking)
+            found(pending[0].name, pending[1].scores(), pending[0].num_prompts)
+        pending = (setting, marking)
         longest = max(longest, time.monotonic() - began)
     if pending:
-        found(pending[0], pending[1].scores())
+        found(pending[0].name, pending[1].scores(), pending[0].num_prompts)
 
 
-def headlines(scores: Scores) -> Scores:
-    return {kind: share for kind, share in scores.items() if ":" not in kind}
+def main() -> None:
+    args = _arguments()
+    family, folder = EMBEDDED[args.model], args.folder or FOLDERS[args.model]
+    if not folder.is_dir():
+        raise SystemExit(f"there is no model in {folder}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    workers, atlas = start_workers(), Atlas()  # forked before CUDA is touched
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    facts = {"model": family.name, "weights": weights_digest(folder)}
+    record = Record(args.out, facts | machine(device))
+    settings = _chosen(settings_of(guided=family.guided), args.settings)
+    if args.prompts:
+        settings = [replace(setting, num_prompts=args.prompts) for setting in settings]
+    artist = Artist(family, folder, device)
+    examine(artist, settings, workers, atlas=atlas, seconds=float("inf"), found=record.found)
+    record.say("\n" + record.table())
+    workers.terminate()
 
 
-def table(report: dict[str, Scores]) -> str:
-    """The headline of every kind, a line a setting, as Markdown."""
-    kinds = list(headlines(next(iter(report.values()), {})))
-    lines = [["setting (height x width)", *kinds], ["---"] * (len(kinds) + 1)]
-    lines += [[name, *(f"{scores.get(kind, float('nan')):.3f}" for kind in kinds)] for name, scores in report.items()]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+def machine(device: torch.device) -> dict[str, str]:
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    return {"device": name, "torch": torch.__version__}
 
 
-def save_sheet(path: Path, blocks: Sequence[np.ndarray], *, width: int = 1024) -> None:
-    """Blocks of equal pictures (N, H, W, 3), one below the other, each in lines as wide as fit."""
-    sheets = [_tiled(block, columns=max(1, width // block.shape[2])) for block in blocks]
-    sheet = Image.new("RGB", (max(s.width for s in sheets), sum(s.height for s in sheets)), "white")
-    top = 0
-    for part in sheets:
-        sheet.paste(part, (0, top))
-        top += part.height
-    sheet.save(path)
+def _chosen(settings: Sequence[Setting], words: Sequence[str]) -> list[Setting]:
+    chosen = [setting for setting in settings if not words or any(word in setting.name for word in words)]
+    if not chosen:
+        names = "; ".join(setting.name for setting in settings)
+        raise SystemExit(f"--settings: none of the settings' names has one of {', '.join(words)}: {names}")
+    return chosen
 
 
-def _tiled(pictures: np.ndarray, *, columns: int) -> Image.Image:
-    _, height, width, _ = pictures.shape
-    sheet = Image.new("RGB", (columns * width, -(-len(pictures) // columns) * height), "white")
-    for place, picture in enumerate(pictures):
-        sheet.paste(Image.fromarray(picture), (place % columns * width, place // columns * height))
-    return sheet
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for log.txt and run.json")
+    parser.add_argument("--model", choices=EMBEDDED, default="tiny")
+    parser.add_argument("--folder", type=Path, help="a model folder elsewhere; else the embedded one")
+    parser.add_argument("--settings", nargs="+", default=[], help="those whose names contain one of these; else all")
+    parser.add_argument("--prompts", type=int, help="of each kind; else as many as each setting has")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

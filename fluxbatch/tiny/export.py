@@ -1,5 +1,6 @@
 """Writes a trained network and its VAE as a model folder, and packs it for the way home. Trains and judges nothing."""
 
+import hashlib
 import io
 import json
 import shutil
@@ -38,6 +39,18 @@ def _forget_paths(folder: Path) -> None:
         content = json.loads(path.read_text())
         if content.pop("_name_or_path", None) is not None:
             path.write_text(json.dumps(content, indent=1))
+
+
+def defaults(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "defaults.json").read_text())
+
+
+def weights_digest(folder: Path) -> str:
+    """Tells one model folder's weights from another's."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*/*.safetensors")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def pack_model(folder: Path, out: Path) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 # B batch, S text tokens, L packed latent tokens, C channels of a packed token
 
 EMPTY_SHARE = 0.10  # captions replaced by the empty one, so that guidance has something to point away from
+EMPTY_SHARE_UNGUIDED = 0.02  # where there is none: an empty prompt is still to draw a picture of this language
 UNIFORM_SHARE = 0.15  # noise levels drawn evenly instead of logit-normally: the ends of the schedule matter too
 # Noise levels drawn evenly from HIGH_NOISE to 1, where nothing but the caption says which thing goes where. Below, the
 # latents give it away: with 13 % of its samples up there, a model drew 12 % of the pairs of shapes in one step from
@@ -34,6 +35,8 @@ Text = tuple[Tensor, ...]  # whatever `embed` hands to `velocity`
 
 class Network(Protocol):
     """Transformer and text encoders of one family."""
+
+    guided: bool
 
     def embed(self, ids: TokenIds) -> Text: ...
 
@@ -88,7 +91,7 @@ def draw_sigma(batch: int, *, num_tokens: int, device: torch.device) -> Tensor:
 
 
 def flow_loss(net: Network, bucket: Bucket, *, empty: TokenIds) -> Tensor:
-    batch = draw(bucket, empty=empty, empty_share=EMPTY_SHARE)
+    batch = draw(bucket, empty=empty, empty_share=EMPTY_SHARE if net.guided else EMPTY_SHARE_UNGUIDED)
     unguided = torch.ones_like(batch.sigma)
     velocity = net.velocity(
         batch.latents, sigma=batch.sigma, guidance=unguided, text=net.embed(batch.ids), rotary=bucket.rotary

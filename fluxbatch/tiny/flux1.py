@@ -10,7 +10,8 @@ from diffusers import AutoencoderKL, FluxPipeline, FluxTransformer2DModel
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel, T5Tokenizer
 
-from fluxbatch.tiny import FOLDER
+from fluxbatch.tiny import FOLDERS, NAMES
+from fluxbatch.tiny.export import defaults
 from fluxbatch.tiny.flow import Rotary, Text, TokenIds
 from fluxbatch.tiny.vae import Vae
 
@@ -28,7 +29,7 @@ class Flux1(nn.Module):
     """Transformer and both text encoders in float32; all three are trained together."""
 
     name = "flux1"
-    folder = FOLDER
+    folder = FOLDERS[NAMES[name]]
     text_tokens = TEXT_TOKENS
     guided = True
 
@@ -36,10 +37,10 @@ class Flux1(nn.Module):
         super().__init__()
         self.transformer, self.clip, self.t5 = transformer, clip, t5
 
-    @staticmethod
-    def template(work: Path) -> Path:
+    @classmethod
+    def template(cls, work: Path) -> Path:
         """A folder with configurations, tokenizers and scheduler: that of the shipped weights."""
-        return FOLDER
+        return cls.folder
 
     @classmethod
     def load(cls, folder: Path) -> Self:
@@ -74,7 +75,7 @@ class Flux1(nn.Module):
 
     @classmethod
     def shipped_vae(cls) -> Vae:
-        return cls.load_vae(FOLDER)
+        return cls.load_vae(cls.folder)
 
     @staticmethod
     def tokenise(folder: Path) -> "partial[tuple[np.ndarray, ...]]":
@@ -120,6 +121,11 @@ class Flux1(nn.Module):
     @staticmethod
     def stored_pipeline(folder: Path, dtype: torch.dtype) -> Pipeline:
         return FluxPipeline.from_pretrained(folder, torch_dtype=dtype, local_files_only=True)
+
+    @staticmethod
+    def call_settings(folder: Path) -> dict[str, Any]:
+        """What a call of the folder's pipeline must be told of its weights."""
+        return {"max_sequence_length": defaults(folder)["max_sequence_length"]}
 
 
 def start_transformer(transformer: nn.Module) -> None:

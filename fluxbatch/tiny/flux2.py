@@ -1,7 +1,8 @@
 """A FLUX.2 of the same size as one network to train: transformer and Qwen3 together. Knows no objective, no data.
 
-It reads hidden states 9, 18 and 27 of its Qwen3, as FLUX.2-klein does, so that the same code runs both; hence 28 thin
-layers. Its VAE has the architecture of the embedded FLUX.1's, and the batch norm of FLUX.2 in place of two numbers.
+It reads hidden states 9, 18 and 27 of its Qwen3, as FLUX.2-klein does, so that diffusers' pipeline draws with it as it
+is; hence 28 thin layers. text_encoder/config.json says so too. Its VAE has the architecture of the embedded FLUX.1's,
+and the batch norm of FLUX.2 in place of two numbers.
 """
 
 import json
@@ -21,7 +22,9 @@ from diffusers import (
 from torch import Tensor, nn
 from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from fluxbatch.tiny import FOLDER
+from fluxbatch.klein import SCHEDULER, TEXT_ENCODER_LAYERS, text_encoder_layers
+from fluxbatch.tiny import FOLDER, FOLDERS, NAMES
+from fluxbatch.tiny.export import defaults
 from fluxbatch.tiny.flow import Rotary, Text, TokenIds
 from fluxbatch.tiny.flux1 import start_transformer
 from fluxbatch.tiny.vae import Vae
@@ -30,8 +33,7 @@ from fluxbatch.tiny.writer import Writer
 # B batch, S text tokens, D width of the text encoder, L packed latent tokens, C channels of a packed token
 
 TEXT_TOKENS = 32  # what captions are padded to: the longest of 20,000 has 27
-READ_LAYERS = (9, 18, 27)
-NUM_TEXT_LAYERS = 28  # one more than is read: the last one's state would come through the final norm
+NUM_TEXT_LAYERS = max(TEXT_ENCODER_LAYERS) + 1  # the last one's state would come through the final norm
 WIDTH = 64
 TRANSFORMER = {
     "in_channels": 64,
@@ -39,7 +41,7 @@ TRANSFORMER = {
     "num_single_layers": 8,
     "attention_head_dim": 32,
     "num_attention_heads": 6,
-    "joint_attention_dim": 3 * WIDTH,
+    "joint_attention_dim": len(TEXT_ENCODER_LAYERS) * WIDTH,
     "timestep_guidance_channels": 256,
     "mlp_ratio": 3.0,
     "axes_dims_rope": (8, 8, 8, 8),
@@ -57,14 +59,6 @@ VAE = {
     "use_post_quant_conv": False,
     "sample_size": 128,
 }
-SCHEDULER = {
-    "shift": 3.0,
-    "use_dynamic_shifting": True,
-    "base_shift": 0.5,
-    "max_shift": 1.15,
-    "base_image_seq_len": 256,
-    "max_image_seq_len": 4096,
-}
 VOCABULARY = 700
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
@@ -78,14 +72,15 @@ class Flux2(nn.Module):
     """Transformer and text encoder in float32, trained together. Without guidance, as the distilled klein."""
 
     name = "flux2"
-    folder = FOLDER.parent / "model_flux2"
+    folder = FOLDERS[NAMES[name]]
     text_tokens = TEXT_TOKENS
     guided = False
 
     def __init__(self, transformer: Any, qwen3: Qwen3ForCausalLM) -> None:
         super().__init__()
         self.transformer, self.qwen3 = transformer, qwen3
-        for unread in (*qwen3.model.layers[READ_LAYERS[-1] :], qwen3.model.norm):
+        self.read_layers = text_encoder_layers(qwen3.config.to_dict())
+        for unread in (*qwen3.model.layers[max(self.read_layers) :], qwen3.model.norm):
             unread.requires_grad_(False)
 
     @staticmethod
@@ -94,7 +89,8 @@ class Flux2(nn.Module):
         folder = work / "template"
         tokenizer = learned_tokenizer()
         vae = AutoencoderKLFlux2(**VAE)
-        parts = {"transformer": Flux2Transformer2DModel(**TRANSFORMER), "text_encoder": _qwen3(tokenizer), "vae": vae}
+        transformer, qwen3 = Flux2Transformer2DModel(**TRANSFORMER), random_qwen3(tokenizer)
+        parts = {"transformer": transformer, "text_encoder": qwen3, "vae": vae}
         scheduler = FlowMatchEulerDiscreteScheduler(**SCHEDULER)
         pipeline: Any = Flux2KleinPipeline(scheduler=scheduler, tokenizer=tokenizer, is_distilled=True, **parts)
         pipeline.save_pretrained(folder)
@@ -138,16 +134,16 @@ class Flux2(nn.Module):
         return partial(_token_ids, folder=folder)
 
     def embed(self, ids: TokenIds) -> Text:
-        """(B, S, 3 D): what a token and those before it say, after 9, 18 and 27 layers."""
+        """(B, S, 3 D): what a token and those before it say, after each of the layers that are read."""
         token_ids, real = ids
         model = self.qwen3.model
         states, features = model.embed_tokens(token_ids), []
         places = torch.arange(token_ids.shape[1], device=token_ids.device)[None]
         seen = real.bool()[:, None, None, :] & (places.mT >= places)
         rotary = model.rotary_emb(states, places)
-        for number, layer in enumerate(model.layers[: READ_LAYERS[-1]], start=1):
+        for number, layer in enumerate(model.layers[: max(self.read_layers)], start=1):
             states = layer(states, attention_mask=seen, position_ids=places, position_embeddings=rotary)
-            if number in READ_LAYERS:
+            if number in self.read_layers:
                 features.append(states)
         return (torch.cat(features, -1),)
 
@@ -185,7 +181,7 @@ class Flux2(nn.Module):
     def compile_parts(self) -> None:
         """Compiles each kind of block for the first size it meets, then once more for all other sizes."""
         blocks = (*self.transformer.transformer_blocks, *self.transformer.single_transformer_blocks)
-        for part in (*blocks, *self.qwen3.model.layers[: READ_LAYERS[-1]]):
+        for part in (*blocks, *self.qwen3.model.layers[: max(self.read_layers)]):
             part.compile()
 
     def pipeline(self, folder: Path, vae: Vae) -> Pipeline:
@@ -197,8 +193,18 @@ class Flux2(nn.Module):
     def stored_pipeline(folder: Path, dtype: torch.dtype) -> Pipeline:
         return Flux2KleinPipeline.from_pretrained(folder, torch_dtype=dtype, local_files_only=True)
 
+    @staticmethod
+    def call_settings(folder: Path) -> dict[str, Any]:
+        """What a call of the folder's pipeline must be told of its weights."""
+        layers = text_encoder_layers(Qwen3Config.from_pretrained(folder / "text_encoder").to_dict())
+        return {
+            "max_sequence_length": defaults(folder)["max_sequence_length"],
+            "text_encoder_out_layers": layers,
+        }
 
-def _qwen3(tokenizer: Qwen2Tokenizer) -> Qwen3ForCausalLM:
+
+def random_qwen3(tokenizer: Any) -> Qwen3ForCausalLM:
+    read: dict[str, Any] = {"text_encoder_out_layers": list(TEXT_ENCODER_LAYERS)}  # ours: Qwen3 has no such setting
     return Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=len(tokenizer),
@@ -210,6 +216,7 @@ def _qwen3(tokenizer: Qwen2Tokenizer) -> Qwen3ForCausalLM:
             head_dim=32,
             tie_word_embeddings=True,
             max_position_embeddings=512,
+            **read,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
         )

@@ -1,26 +1,44 @@
-"""Puts what a training run left in its place: the model folder, and the tables of TRAINING.md.
+"""Puts what a training run or an examination left in its place: model folder, settings, tables of TRAINING.md.
 
     python -m fluxbatch.tiny.install OUT
 
-OUT is the folder of `fluxbatch.tiny.train`; its model.tar.NN, run.json and sheet.png are read. Knows files, no tensors.
+OUT is the folder of `fluxbatch.tiny.train`: its model replaces the embedded one, its scores all earlier ones. Or that
+of `fluxbatch.tiny.examine`, whose scores complete the table. Knows files, no tensors.
 """
 
+import argparse
 import io
 import json
 import re
 import shutil
-import sys
 import tarfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fluxbatch.tiny import FOLDER
+from fluxbatch.tiny import FOLDERS, NAMES
 from fluxbatch.tiny.checkpoint import load_pieces
+from fluxbatch.tiny.export import weights_digest
+from fluxbatch.tiny.record import score_table
+from fluxbatch.tiny.scores import completed
 
-FOLDERS = {"flux1": FOLDER, "flux2": FOLDER.parent / "model_flux2"}
-RECORD = FOLDER.parent / "TRAINING.md"
-SETTINGS = FOLDER.parent.parent.parent / "conf" / "model" / "tiny.yaml"
+CHECKOUT = Path(__file__).parents[2]
 MOST_BYTES = 25_000_000
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a checkout holds what belongs to one family's embedded model."""
+
+    folder: Path
+    settings: Path
+    record: Path
+
+    @classmethod
+    def of(cls, family: str, checkout: Path = CHECKOUT) -> "Place":
+        name = NAMES[family]
+        folder = checkout / FOLDERS[name].relative_to(CHECKOUT)
+        return cls(folder, checkout / "conf" / "model" / f"{name}.yaml", folder.parent / "TRAINING.md")
 
 
 def install_model(out: Path, folder: Path) -> int:
@@ -42,19 +60,34 @@ def install_model(out: Path, folder: Path) -> int:
 
 
 def with_run(text: str, run: dict[str, Any]) -> str:
-    """TRAINING.md with the run as one more line of its first table and with its scores in place of the earlier ones."""
-    model = run["model"]
-    text = _before(text, f"<!-- end of the runs of {model} -->", _run_line(run))
-    start, end = f"<!-- scores of {model} -->\n", f"<!-- end of the scores of {model} -->"
-    before, _, rest = text.partition(start)
-    _, _, after = rest.partition(end)
-    return before + start + _score_table(run["scores"]) + end + after
+    """TRAINING.md with a training run as one more line of its runs, and its scores in place of all earlier ones."""
+    head, mark, rest = _cut(text, f"<!-- end of the runs of {run['model']} -->")
+    scores = score_table(run) if run["scores"] else "No scores: the run had no time left for them."
+    return _with_table(head + _run_line(run) + mark + rest, run["model"], scores)
 
 
-def _before(text: str, mark: str, line: str) -> str:
-    if mark not in text:
-        raise SystemExit(f"{RECORD} has no line {mark}")
-    return text.replace(mark, line + mark)
+def with_examination(text: str, run: dict[str, Any]) -> str:
+    """TRAINING.md with the examination's scores in the table of its model: in place of the same settings' earlier ones,
+    or behind all."""
+    found, earlier = score_table(run), _table(text, run["model"])
+    return _with_table(text, run["model"], completed(earlier, found) if earlier.startswith("|") else found)
+
+
+def _table(text: str, model: str) -> str:
+    _, _, rest = _cut(text, f"<!-- scores of {model} -->")
+    return _cut(rest, f"<!-- end of the scores of {model} -->")[0].strip()
+
+
+def _with_table(text: str, model: str, table: str) -> str:
+    head, mark, rest = _cut(text, f"<!-- scores of {model} -->")
+    _, end, tail = _cut(rest, f"<!-- end of the scores of {model} -->")
+    return f"{head}{mark}\n\n{table}\n\n{end}{tail}"
+
+
+def _cut(text: str, mark: str) -> tuple[str, str, str]:
+    if text.count(mark) != 1:
+        raise SystemExit(f"TRAINING.md must have one line {mark}, it has {text.count(mark)}")
+    return text.partition(mark)
 
 
 def _run_line(run: dict[str, Any]) -> str:
@@ -71,31 +104,42 @@ def _run_line(run: dict[str, Any]) -> str:
     )
 
 
-def _score_table(scores: dict[str, dict[str, float]]) -> str:
-    from fluxbatch.tiny.examine import table
-
-    return "\n" + table(scores) + "\n\n"
-
-
 def with_text_length(settings: str, folder: Path) -> str:
     """The settings of a model folder, padding captions as its training did."""
     length = json.loads((folder / "defaults.json").read_text())["max_sequence_length"]
     changed, count = re.subn(r"(?m)^max_sequence_length: \d+$", f"max_sequence_length: {length}", settings)
     if count != 1:
-        raise SystemExit(f"{SETTINGS} has {count} lines with a max_sequence_length, not one")
+        raise SystemExit(f"conf/model must have one line with a max_sequence_length, it has {count}")
     return changed
 
 
-def main(out: Path) -> None:
+def install(out: Path, checkout: Path = CHECKOUT) -> str:
+    """Returns what was done, in words."""
     run = json.loads((out / "run.json").read_text())
-    record = with_run(RECORD.read_text(), run)
-    folder = FOLDERS[run["model"]]
-    size = install_model(out, folder)
-    RECORD.write_text(record)
-    if folder == FOLDER:
-        SETTINGS.write_text(with_text_length(SETTINGS.read_text(), folder))
-    print(f"{FOLDERS[run['model']]}: {size / 1e6:.1f} MB; {RECORD.name}: one more run, {len(run['scores'])} settings")
+    place = Place.of(run["model"], checkout)
+    if "weights" in run:
+        return install_scores(run, place)
+    record = with_run(place.record.read_text(), run)
+    size = install_model(out, place.folder)
+    place.record.write_text(record)
+    place.settings.write_text(with_text_length(place.settings.read_text(), place.folder))
+    return f"{place.folder}: {size / 1e6:.1f} MB; {place.record.name}: one more run, {len(run['scores'])} settings"
+
+
+def install_scores(run: dict[str, Any], place: Place) -> str:
+    if run["weights"] != weights_digest(place.folder):
+        raise SystemExit(f"the examination was of other weights than those in {place.folder}")
+    place.record.write_text(with_examination(place.record.read_text(), run))
+    return f"{place.record.name}: scores of {len(run['scores'])} settings"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="folder of a training run or an examination")
+    parser.add_argument("--checkout", type=Path, default=CHECKOUT, help="where to; else the one that this is run from")
+    args = parser.parse_args()
+    print(install(args.out, args.checkout.resolve()))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()

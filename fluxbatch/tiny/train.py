@@ -12,33 +12,31 @@ sheet.png. `python -m fluxbatch.tiny.install OUT` puts the model in its place.
 
 import argparse
 import copy
-import functools
-import json
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import numpy as np
 import torch
-import torch._dynamo
 from torch import Tensor
 
-from fluxbatch.tiny import examine as ex
+from fluxbatch.tiny import sheet
 from fluxbatch.tiny.checkpoint import Checkpoint, vae_numbers
 from fluxbatch.tiny.data import SHARES, SMOKE_SHARES, Captions, fill_buckets, start_workers, write_captions
-from fluxbatch.tiny.examination import examination
+from fluxbatch.tiny.examine import Artist, examine, machine
 from fluxbatch.tiny.export import pack_model, write_model
-from fluxbatch.tiny.flux1 import Flux1
-from fluxbatch.tiny.flux2 import Flux2
+from fluxbatch.tiny.families import FAMILIES
+from fluxbatch.tiny.flow import Bucket, TokenIds
+from fluxbatch.tiny.record import Record
+from fluxbatch.tiny.rehearse import rehearsal
 from fluxbatch.tiny.render import Atlas, render
-from fluxbatch.tiny.trainer import Clock, Progress, Trainer
+from fluxbatch.tiny.scores import settings_of
+from fluxbatch.tiny.trainer import Clock, Progress, Trainer, tune_backends
 from fluxbatch.tiny.vae import (
     SIZES,
     SMOKE_SIZES,
@@ -51,37 +49,19 @@ from fluxbatch.tiny.vae import (
     train_whole,
 )
 
-FAMILIES: dict[str, Any] = {"flux1": Flux1, "flux2": Flux2}
 VAE_SHARE, DISTILL_SHARE = 0.2, 0.12  # of the training time, where there is such a stage
 END_S = 8.0  # kept for what workers still judge, and for leaving
 
 
-@dataclass
-class Run:
-    """This run's folder: its log, and a record that is written again whenever something is known."""
+@dataclass(kw_only=True)
+class Run(Record):
+    """A training run: its record knows its progress too."""
 
-    out: Path
     clock: Clock
     progress: Progress
-    record: dict[str, Any]
-    scores: dict[str, ex.Scores] = field(default_factory=dict)
 
-    def say(self, text: str) -> None:
-        line = f"[{self.clock.spent_s():6.1f} s] {text}"
-        print(line, flush=True)
-        with (self.out / "log.txt").open("a") as log:
-            print(line, file=log)
-
-    def write(self) -> None:
-        known = self.record | vars(self.progress) | {"scores": self.scores}
-        aside = self.out / ".run.json"
-        aside.write_text(json.dumps(known, indent=1))
-        aside.replace(self.out / "run.json")
-
-    def found(self, name: str, scores: ex.Scores) -> None:
-        self.scores[name] = scores
-        self.write()
-        self.say(f"{name}: " + ", ".join(f"{kind} {share:.3f}" for kind, share in ex.headlines(scores).items()))
+    def known(self) -> dict[str, Any]:
+        return super().known() | vars(self.progress)
 
 
 @dataclass(frozen=True)
@@ -117,24 +97,28 @@ def begin(family: Any, source: str, *, work: Path, progress: Progress) -> Begun:
 def main() -> None:
     args = _arguments()
     args.out.mkdir(parents=True, exist_ok=True)
-    run = Run(args.out, Clock(args.minutes), Progress(), {"arguments": {k: str(v) for k, v in vars(args).items()}})
+    given = {"arguments": {name: str(value) for name, value in vars(args).items()}}
+    run = Run(args.out, given, clock=Clock(args.minutes), progress=Progress())
     workers, atlas = start_workers(), Atlas()  # forked before CUDA is touched
     signal.signal(signal.SIGTERM, run.clock.stop)
     family, shares = FAMILIES[args.model], SMOKE_SHARES if args.smoke else SHARES
     with tempfile.TemporaryDirectory() as work:
         begun = begin(family, args.source, work=Path(work), progress=run.progress)
-        _tune_backends(seed=1 + run.progress.steps)
+        tune_backends(seed=1 + run.progress.steps)
         num, tokenise = sum(share.num_samples for share in shares), family.tokenise(begun.template)
         writing = write_captions(workers, num, seed=1 + run.progress.steps, index=atlas.index, tokenise=tokenise)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
         net, vae, textures = begun.net.to(device).eval(), begun.vae.to(device), atlas.textures.to(device)
-        run.record |= {"model": family.name, "torch": torch.__version__, "device": name}
-        run.say(f"{family.name} from {args.source}: {_count(net)} and a VAE of {_count(vae)} parameters, on {name}")
-        captions = writing.result()
-        run.say(f"{num} captions written")
-        ready_vae(run, vae, captions, textures, trained=begun.vae_is_trained, args=args)
-        train(run, net, vae, template=begun.template, captions=captions, textures=textures, args=args)
+        run.facts |= {"model": family.name} | machine(device)
+        parameters = f"{_count(net)} and a VAE of {_count(vae)} parameters"
+        run.say(f"{family.name} from {args.source}: {parameters}, on {run.facts['device']}")
+        with rehearsal(family.name, begun.template, device=device, log=args.out / "rehearsal.txt"):
+            captions = writing.result()
+            run.say(f"{num} captions written")
+            ready_vae(run, vae, captions, textures, trained=begun.vae_is_trained, args=args)
+            buckets = make_data(run, net, vae, captions, textures, args=args)
+            trainer, empty = ready_trainer(run, net, vae, buckets, template=begun.template, args=args)
+        train(run, trainer, buckets, empty=empty, template=begun.template, args=args)
         finish(run, net, vae, template=begun.template, workers=workers, atlas=atlas, args=args)
     run.say("finished")
     workers.terminate()
@@ -160,16 +144,22 @@ def ready_vae(
     run.say(f"VAE round trip {psnr(vae, shown):.1f} dB")
 
 
-def train(
-    run: Run, net: Any, vae: Vae, *, template: Path, captions: Captions, textures: Tensor, args: argparse.Namespace
-) -> None:
-    """Flow matching, a checkpoint, then distillation where the family has guidance. Leaves the average in `net`."""
-    shares, clock, device = SMOKE_SHARES if args.smoke else SHARES, run.clock, textures.device
+def make_data(
+    run: Run, net: Any, vae: Vae, captions: Captions, textures: Tensor, *, args: argparse.Namespace
+) -> list[Bucket]:
+    shares = SMOKE_SHARES if args.smoke else SHARES
     rotary = {(share.height, share.width): net.rotary(share.height, share.width) for share in shares}
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = torch.bfloat16 if textures.is_cuda else torch.float32
     encoder = copy.deepcopy(vae).to(dtype=dtype, memory_format=torch.channels_last)
     buckets = list(fill_buckets(shares, captions, vae=encoder, textures=textures, rotary=rotary))
     run.say(f"latents: {sum(bucket.latents.nbytes for bucket in buckets) / 1e9:.2f} GB")
+    return buckets
+
+
+def ready_trainer(
+    run: Run, net: Any, vae: Vae, buckets: list[Bucket], *, template: Path, args: argparse.Namespace
+) -> tuple[Trainer, TokenIds]:
+    """With its steps compiled and captured; and the tokens of no caption."""
 
     def keep(average: dict[str, Tensor]) -> None:
         done = run.progress
@@ -177,14 +167,23 @@ def train(
         Checkpoint(*parts).save(run.out)
         run.write()
 
-    trainer = Trainer(net, progress=run.progress, clock=clock, say=run.say, keep=keep)
-    empty = tuple(torch.from_numpy(ids).to(device).long() for ids in net.tokenise(template)([""]))
+    trainer = Trainer(net, progress=run.progress, clock=run.clock, say=run.say, keep=keep)
+    empty = tuple(torch.from_numpy(ids).to(trainer.device).long() for ids in net.tokenise(template)([""]))
+    trainer.record_flow(buckets, SMOKE_SHARES if args.smoke else SHARES, empty=empty)
+    return trainer, empty
+
+
+def train(
+    run: Run, trainer: Trainer, buckets: list[Bucket], *, empty: TokenIds, template: Path, args: argparse.Namespace
+) -> None:
+    """Flow matching, a checkpoint, then distillation where the family has guidance. Leaves the average in the net."""
+    net, shares, clock = trainer.net, SMOKE_SHARES if args.smoke else SHARES, run.clock
     distill_s = DISTILL_SHARE * (clock.left_s() - args.reserve_s) if net.guided else 0.0
-    trainer.match_flow(buckets, shares, empty=empty, rate=args.lr, until_left_s=args.reserve_s + distill_s)
-    keep(trainer.averaged())
+    trainer.match_flow(rate=args.lr, until_left_s=args.reserve_s + distill_s)
+    trainer.keep(trainer.averaged())
     run.say("checkpoint written")
     if net.guided and not clock.stopped:
-        teacher = type(net).fresh(template).to(device).eval().requires_grad_(False)
+        teacher = type(net).fresh(template).to(trainer.device).eval().requires_grad_(False)
         teacher.load_state_dict(trainer.averaged())
         trainer.distil(buckets, shares, empty=empty, teacher=teacher, rate=args.lr, until_left_s=args.reserve_s)
     trainer.use_average()
@@ -198,43 +197,22 @@ def finish(
     device, shares = vae.device, SMOKE_SHARES if args.smoke else SHARES
     folder = Path(tempfile.mkdtemp()) / "model"
     sizes = [(share.height, share.width) for share in shares]
-    run.record["model_bytes"] = write_model(folder, source=template, net=net, vae=vae, sizes=sizes)
+    run.facts["model_bytes"] = write_model(folder, source=template, net=net, vae=vae, sizes=sizes)
     pack_model(folder, run.out)
     run.write()
-    run.say(f"model folder of {run.record['model_bytes'] / 1e6:.1f} MB packed")
+    run.say(f"model folder of {run.facts['model_bytes'] / 1e6:.1f} MB packed")
     if run.clock.stopped:
         return
-
-    @functools.cache
-    def pipeline(dtype: str) -> Any:
-        stored = type(net).stored_pipeline(folder, getattr(torch, dtype))
-        stored.set_progress_bar_config(disable=True)
-        return stored.to(device)
-
-    def draw(prompts: Sequence[str], setting: ex.Setting) -> np.ndarray:
-        return ex.paint(pipeline(setting.dtype), prompts, setting, max_sequence_length=net.text_tokens)
-
+    artist = Artist(type(net), folder, device)
+    settings = settings_of(guided=net.guided)
     if args.smoke:
-        small = ex.Setting(64, 64, num_inference_steps=2, num_prompts=1)
-        ex.save_sheet(run.out / "sheet.png", [draw(ex.SHOWN[:4], small)])
-        ex.examine(draw, (small,), workers, seconds=20, found=run.found)
+        settings = (replace(settings[0], num_inference_steps=2, num_prompts=1),)
+        sheet.save(run.out / "sheet.png", [artist.draw(sheet.SHOWN[:4], settings[0])])
     else:
-        ex.save_sheet(run.out / "sheet.png", sheet(draw))
-        run.say("sheet drawn")
-        ex.examine(draw, ex.SETTINGS[:1], workers, seconds=600, found=run.found)
-    num = 1 if args.smoke else 256
-    for name, scores in ex.controls(pipeline("float32").vae, atlas, workers, num_prompts=num, size=(128, 128)).items():
-        run.found(name, scores)
-    if not args.smoke:
-        ex.examine(draw, ex.SETTINGS[1:], workers, seconds=run.clock.left_s() - END_S, found=run.found)
-    run.say("\n" + ex.table(run.scores))
-
-
-def sheet(draw: Callable[[Sequence[str], ex.Setting], np.ndarray]) -> list[np.ndarray]:
-    """Captions of all sorts; counts and relations never trained; the first captions again, large."""
-    hard = [q.prompt for q in examination(24) if q.kind in ("count, held out", "relation, held out")]
-    large = [draw(ex.SHOWN[:8], ex.Setting(256, 256)), draw(ex.SHOWN[8:11], ex.Setting(192, 320))]
-    return [draw(ex.SHOWN, ex.Setting()), draw(hard, ex.Setting()), *large]
+        sheet.save(run.out / "sheet.png", sheet.drawn(artist.draw))
+    run.say("sheet drawn")
+    examine(artist, settings, workers, atlas=atlas, seconds=run.clock.left_s() - END_S, found=run.found)
+    run.say("\n" + run.table())
 
 
 def _count(module: torch.nn.Module) -> str:
@@ -252,15 +230,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--smoke", action="store_true", help="the whole path on a CPU in minutes; draws nothing good")
     return parser.parse_args()
-
-
-def _tune_backends(*, seed: int) -> None:
-    torch.manual_seed(seed)
-    # cuDNN's attention backward fails at head_dim 32 on sm_90 (torch 2.11).
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    torch.set_float32_matmul_precision("high")
-    torch._dynamo.config.suppress_errors = True  # a part that does not compile runs as it is
-    torch._dynamo.config.recompile_limit = 64  # sizes x batches x with and without gradients
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch._dynamo
 from torch import Tensor
 
 from fluxbatch.tiny.data import LATE, Share
@@ -83,14 +84,15 @@ class Trainer:
         average_of = {p.data_ptr(): a for p, a in zip(self.parameters, self.average, strict=True)}
         return {name: average_of.get(value.data_ptr(), value) for name, value in self.net.state_dict().items()}
 
-    def match_flow(
-        self, buckets: list[Bucket], shares: tuple[Share, ...], *, empty: TokenIds, rate: float, until_left_s: float
-    ) -> None:
+    def record_flow(self, buckets: list[Bucket], shares: tuple[Share, ...], *, empty: TokenIds) -> None:
+        """Compiles and captures the steps of flow matching."""
         if self.device.type == "cuda":
             self.net.compile_parts()
         for bucket, share in zip(buckets, shares, strict=True):
             loss = functools.partial(flow_loss, self.net, bucket, empty=empty)
             self.flow_steps.append(self._recorded(loss, bucket, early=share.early, late=share.late))
+
+    def match_flow(self, *, rate: float, until_left_s: float) -> None:
         self._train("flow", self.flow_steps, rate=rate, average=FLOW_AVERAGE, until_left_s=until_left_s)
 
     def distil(
@@ -132,7 +134,7 @@ class Trainer:
         return Step(take, early, late, bucket.batch_size)
 
     def _step(self, loss: Callable[[], Tensor]) -> None:
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda", cache_enabled=False):
+        with mixed_precision(self.device):
             value = loss()
         self.optimizer.step(value)
         self.loss_sum.add_(value.detach())
@@ -176,6 +178,19 @@ class Trainer:
         )
         if not math.isfinite(loss):
             raise SystemExit(f"{stage}: the loss is {loss} at step {progress.steps}")
+
+
+def mixed_precision(device: torch.device) -> torch.autocast:
+    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda", cache_enabled=False)
+
+
+def tune_backends(*, seed: int) -> None:
+    torch.manual_seed(seed)
+    # cuDNN's attention backward fails at head_dim 32 on sm_90 (torch 2.11).
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.set_float32_matmul_precision("high")
+    torch._dynamo.config.suppress_errors = True  # a part that does not compile runs as it is
+    torch._dynamo.config.recompile_limit = 64  # sizes x batches x with and without gradients
 
 
 def falling(share: float) -> float:
