@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Faults
+from fake_model import FakeModel
 from test_owners import until
 from test_run import TESTS, data_files, do, ids_written, manifest, rows, settings, sound
 
@@ -20,6 +21,7 @@ from fluxbatch.crew_view import CrewView
 from fluxbatch.devices import Seat
 from fluxbatch.errors import EXIT_LOST, ConfigError, Interrupted
 from fluxbatch.folder import RunFolder
+from fluxbatch.planfile import RunPlan
 from fluxbatch.ranks import Rank
 from fluxbatch.records import RowCounts
 from fluxbatch.stop import signals_to
@@ -71,6 +73,33 @@ def test_a_senseless_value_is_one_sentence(value: object) -> None:
     cfg.run.devices = value
     with pytest.raises(ConfigError, match=r"run\.devices must be null, all, or a list of GPU indices"):
         config_rules.check(cfg)
+
+
+# What is seen of all of them
+
+
+def test_batches_that_are_committed_while_the_bar_begins_are_counted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def go_on(fail_at: int) -> None:
+        with pytest.raises(RuntimeError):
+            do(settings(tmp_path, "pipeline=serial"), lambda: FakeModel(fail_at={"decode": fail_at}))
+
+    def opened(folder: RunFolder) -> RunPlan | None:
+        monkeypatch.setattr(RunPlan, "open", open_plan)
+        go_on(3)
+        return open_plan(folder)
+
+    manifest(tmp_path / "m.parquet", rows(30))
+    open_plan = RunPlan.open
+    with CrewView(RunFolder(tmp_path / "run"), TelemetryConfig(progress="lines", interval_s=1e9)) as view:
+        go_on(2)
+        monkeypatch.setattr(RunPlan, "open", opened)  # asked for once the first lines are read
+        view.look()
+        do(settings(tmp_path))
+        view.look()
+        capsys.readouterr()
+    assert capsys.readouterr().err.startswith("30/30 rows (100.0 %)")
 
 
 # The crew's rules, with small processes
