@@ -17,7 +17,7 @@ from fluxbatch.processes.ranks import Rank
 
 
 class Marking(FakeModel):
-    """Leaves a file PID for its worker at its batch `mark_at`; with `hold` it stays there until a file `go` comes.
+    """Leaves a file PID for its worker after `mark_at` batches; with `hold` it stays there until a file `go` comes.
 
     A prompt with the word poison raises an error; one with the word deadly ends the worker's process.
     """

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 from conftest import Faults
+from fake_model import FakeModel
 from test_owners import until
 from test_run import TESTS, data_files, do, ids_written, manifest, rows, settings, sound
 
 from fluxbatch import config_rules, process, stop
 from fluxbatch.config import TelemetryConfig
 from fluxbatch.errors import EXIT_LOST, ConfigError, Interrupted
+from fluxbatch.plan.planfile import RunPlan
 from fluxbatch.processes import devices, supervisor
 from fluxbatch.processes.crew_view import CrewView
 from fluxbatch.processes.devices import Seat
@@ -72,6 +74,33 @@ def test_a_senseless_value_is_one_sentence(value: object) -> None:
     cfg.run.devices = value
     with pytest.raises(ConfigError, match=r"run\.devices must be null, all, or a list of GPU indices"):
         config_rules.check(cfg)
+
+
+# What is seen of all of them
+
+
+def test_batches_that_are_committed_while_the_bar_begins_are_counted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def go_on(fail_at: int) -> None:
+        with pytest.raises(RuntimeError):
+            do(settings(tmp_path, "pipeline=serial"), lambda: FakeModel(fail_at={"decode": fail_at}))
+
+    def opened(folder: RunFolder) -> RunPlan | None:
+        monkeypatch.setattr(RunPlan, "open", open_plan)
+        go_on(3)
+        return open_plan(folder)
+
+    manifest(tmp_path / "m.parquet", rows(30))
+    open_plan = RunPlan.open
+    with CrewView(RunFolder(tmp_path / "run"), TelemetryConfig(progress="lines", interval_s=1e9)) as view:
+        go_on(2)
+        monkeypatch.setattr(RunPlan, "open", opened)  # asked for once the first lines are read
+        view.look()
+        do(settings(tmp_path))
+        view.look()
+        capsys.readouterr()
+    assert capsys.readouterr().err.startswith("30/30 rows (100.0 %)")
 
 
 # The crew's rules, with small processes

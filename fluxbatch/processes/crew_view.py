@@ -17,7 +17,7 @@ from typing import Any
 from fluxbatch.config import TelemetryConfig
 from fluxbatch.errors import FluxbatchError
 from fluxbatch.output.ledger import Ledger, row_counts
-from fluxbatch.output.left import left_in_folder
+from fluxbatch.output.left import begun_batches, left_to_make
 from fluxbatch.plan.planfile import RunPlan
 from fluxbatch.records import RowCounts
 from fluxbatch.reports.report import NOTHING
@@ -38,6 +38,8 @@ class CrewView:
         self._every_s = OBJECT_LOG_S if isinstance(folder.root, ObjectPath) else 0.0
         self._look_next_s = 0.0
         self._progress: Progress | None = None
+        self._begun: dict[int, set[int]] = {}  # by open shard, the batches that stood on the disk when the bar began
+        self._complete: set[int] = set()  # and the shards that were whole
         self._exit = contextlib.ExitStack()
         self._writing = threading.Lock()
 
@@ -63,9 +65,14 @@ class CrewView:
         with self._writing:
             if self._progress is not None:
                 for line in lines:
-                    self._progress.update(line)
+                    if not self._stood(line):
+                        self._progress.update(line)
             elif lines:  # the plan is there, and what stands on the disk has these batches too
                 self._progress = self._exit.enter_context(self._begin())
+
+    def _stood(self, line: dict[str, Any]) -> bool:
+        """Whether the bar began with this batch: one is on the disk before its line is in the log."""
+        return line["shard"] in self._complete or line["batch"] in self._begun.get(line["shard"], ())
 
     def counts(self) -> RowCounts:
         """The rows by state as they are now; no rows at all before there is a plan."""
@@ -78,9 +85,12 @@ class CrewView:
     def _begin(self) -> Progress:
         plan = RunPlan.open(self._folder)
         assert plan is not None, "batches are drawn by a plan"
+        self._begun = begun_batches(self._folder)  # first: a shard's batches go once its ledger line is there
         ledger = Ledger.read(self._folder, plan.revisions)
         counts = row_counts(self._folder, plan, ledger)
-        left, drawn = left_in_folder(self._folder, plan, ledger)
+        self._complete = {shard.index for shard in plan.shards() if ledger.complete(shard)}
+        pending = (shard for shard in plan.shards() if shard.index not in self._complete)
+        left, drawn = left_to_make(plan, pending, self._begun)
         return Progress(
             self._cfg,
             total=counts.rows - counts.rejected,
