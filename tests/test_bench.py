@@ -470,7 +470,7 @@ def small_klein(monkeypatch: pytest.MonkeyPatch) -> str:
     return "flux2_klein_base_4b"
 
 
-@pytest.mark.parametrize("family", [small_flux1, small_klein])
+@pytest.mark.parametrize("family", [small_flux1, pytest.param(small_klein, marks=pytest.mark.slow)])
 def test_peers_draw_with_random_weights_and_the_loops_own_dtype(
     family: Callable[[pytest.MonkeyPatch], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -135,6 +135,7 @@ def test_br44_a_model_that_is_not_there_is_refused_in_seconds_before_the_plan(tm
     assert not (tmp_path / "run" / "plan.parquet").exists()
 
 
+@pytest.mark.slow
 def test_verify_of_a_damaged_folder_exits_5_with_the_file(tmp_path: Path) -> None:
     path, out = manifest(tmp_path / "m.parquet", ROWS), f"output.dir={tmp_path}/run"
     assert fluxbatch(path, out, *SMALL).returncode == 0

@@ -113,6 +113,7 @@ def test_graphs_and_kernels_are_counted_and_a_cache_hit_is_none(monkeypatch: pyt
     assert str(watch.read() - before) == "compiled 2 graphs and 1 kernels in 2.0 s, 2 more came from the cache"
 
 
+@pytest.mark.slow
 def test_the_folders_are_settled_before_diffusers_imports_a_compiler(tmp_path: Path) -> None:
     code = (
         "from fluxbatch.config import ModelConfig; from fluxbatch.models import load_model; "

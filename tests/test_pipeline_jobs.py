@@ -127,6 +127,7 @@ def test_the_verbs_that_look_into_a_run_know_such_a_pipeline(
     assert "again" not in command(job).stderr
 
 
+@pytest.mark.slow
 def test_a_run_is_not_resumed_with_another_scheduler(
     tmp_path: Path, command: Callable[..., Done], pipelines: Callable[[str], Path]
 ) -> None:

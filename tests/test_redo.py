@@ -256,6 +256,7 @@ def test_a_default_that_changed_is_not_blamed_for_an_edit_once_a_start_has_found
         do(settings(tmp_path, "sampler.guidance_scale=2.5"), never_loaded)
 
 
+@pytest.mark.slow
 def test_ranks_redo_their_shares(tmp_path: Path) -> None:
     manifest(tmp_path / "m.parquet", rows(45))
     do(settings(tmp_path))

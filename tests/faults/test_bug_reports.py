@@ -25,6 +25,7 @@ def start_together(commands: list[list[str]], cwd: Path) -> list[tuple[int, str]
     return [finish_as(process) for process in processes]
 
 
+@pytest.mark.slow
 def test_br41_runs_started_in_one_second_share_nothing_and_two_of_one_folder_are_told_apart(
     tmp_path: Path, faults
 ) -> None:

@@ -17,6 +17,7 @@ from fluxbatch.pipeline.device import is_context_lost, is_out_of_memory
 from fluxbatch.records import RowCounts
 from fluxbatch.storage.folder import RunFolder
 
+SLOW = pytest.mark.slow
 LOST = "CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronously reported"
 POISONS = {
     "velocity": "CUDA error: an illegal memory access was encountered",
@@ -39,7 +40,7 @@ def all_ids(count: int) -> list[str]:
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fits", [4, 2, 1])
+@pytest.mark.parametrize("fits", [pytest.param(4, marks=SLOW), 2, pytest.param(1, marks=SLOW)])
 def test_br22_out_of_memory_at_8_4_2_goes_on_with_what_fits_and_draws_the_same(tmp_path: Path, faults, fits) -> None:
     manifest(tmp_path / "m.parquet", rows(40))
     do(settings(tmp_path, "plan.batch_size=8", out="whole"))
@@ -109,9 +110,9 @@ def test_what_a_devices_errors_mean(error: Exception, memory: bool, lost: bool) 
     ("place", "mode"),
     [
         ("velocity", "double_buffered"),
-        ("decode", "serial"),
-        pytest.param("encode", "double_buffered", marks=pytest.mark.slow),
-        pytest.param("noise", "serial", marks=pytest.mark.slow),
+        pytest.param("decode", "serial", marks=SLOW),
+        pytest.param("encode", "double_buffered", marks=SLOW),
+        pytest.param("noise", "serial", marks=SLOW),
     ],
 )
 def test_a_poisoned_context_ends_the_process_in_one_sentence_and_blames_no_row(

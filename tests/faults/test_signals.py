@@ -184,6 +184,7 @@ def check_deadline(tmp_path: Path, faults, whole: dict[str, str], phase: str, *m
     goes_on(tmp_path, faults, whole)
 
 
+@pytest.mark.slow
 def test_br40_a_signal_while_the_report_of_a_whole_job_is_written_lets_it_finish(
     tmp_path: Path, faults, whole: dict[str, str]
 ) -> None:
