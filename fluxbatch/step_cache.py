@@ -13,6 +13,7 @@ from dataclasses import dataclass
 SCHEDULES = {"conservative": (0.5, 2), "medium": (0.3, 2), "aggressive": (0.2, 3)}
 CHOICES = ("off", *SCHEDULES)
 LEAST_STEPS = 5  # of fewer, which distilled models take, each is computed
+LEAST_AT_FIRST = 4  # a line through the first two steps of eight leads far away from where the picture goes
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class StepCache:
         if self.schedule == "off" or num_steps < LEAST_STEPS:
             return tuple(range(num_steps))
         share, distance = SCHEDULES[self.schedule]
-        head = max(2, math.ceil(share * num_steps))
+        head = max(LEAST_AT_FIRST, math.ceil(share * num_steps))
         return tuple(step for step in range(num_steps) if step < head or (step - head + 1) % distance == 0
                      or step == num_steps - 1)  # fmt: skip
 

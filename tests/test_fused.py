@@ -5,7 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from test_parity import MIXED, assert_same_pictures, flux1, flux1_pipeline, flux2, flux2_pipeline, pixels, reference
+from test_parity import (
+    MIXED,
+    assert_same_pictures,
+    flux1,
+    flux1_pipeline,
+    flux2,
+    flux2_pipeline,
+    pixels,
+    reference,
+    request,
+)
 from tiny_models import flux1_parts, flux2_parts, model_config
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3Model
@@ -85,10 +95,11 @@ def test_eight_bits_draw_nearly_the_same_picture_and_another_one_than_without(qu
 
 
 def test_the_embedded_model_runs_on_fused_operations_and_in_fp8() -> None:
-    plain = load_model(model_config(kernels="diffusers", max_sequence_length=64), true_cfg_scale=2.0)
-    fused = load_model(model_config(kernels="fused", max_sequence_length=64), true_cfg_scale=2.0)
-    float8 = load_model(model_config(quantization="fp8", max_sequence_length=64), true_cfg_scale=2.0)
-    rows = [row for row in MIXED if row.num_inference_steps == 3]
+    plain = load_model(model_config(kernels="diffusers", max_sequence_length=32), true_cfg_scale=2.0)
+    fused = load_model(model_config(kernels="fused", max_sequence_length=32), true_cfg_scale=2.0)
+    float8 = load_model(model_config(quantization="fp8", max_sequence_length=32), true_cfg_scale=2.0)
+    prompts = ("a red circle on a blue background", "two yellow stars on a blue background", "a purple cat in a meadow")
+    rows = [request(prompt, seed=number, guidance=3.5) for number, prompt in enumerate(prompts)]
     theirs = pixels(plain, rows)
     assert_same_pictures(pixels(fused, rows), theirs)
     assert all(abs(a.astype(int) - b.astype(int)).mean() < 6 for a, b in zip(pixels(float8, rows), theirs, strict=True))
