@@ -225,6 +225,7 @@ def test_plan_sums_up_more_than_twenty_buckets_and_tells_the_cost_in_no_currency
     assert "with 5 ranks on 1 shard, which is never divided (plan.shard_size)" in words
 
 
+@pytest.mark.slow
 def test_plan_of_a_run_that_was_stopped_tells_what_is_left_and_rests_on_what_it_measured(tmp_path: Path) -> None:
     rows = [{"id": f"r{n}", "prompt": "p", "height": 64, "width": 64, "seed": n} for n in range(40)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "m.parquet")

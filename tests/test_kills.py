@@ -75,7 +75,7 @@ def killed_fresh(forked: Forge, tmp_path: Path, kind: str, number: int, whole: A
     ends_like(tmp_path / out, whole(kind)[0], faults)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])])
 def test_killed_at_a_step_and_started_again_it_writes_the_same_bytes(
     forked: Forge, tmp_path: Path, kind: str, whole: Any, faults: Faults
 ) -> None:
@@ -163,6 +163,7 @@ def test_a_report_killed_half_way_is_made_whole_by_the_next_start(
         assert path.stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_a_job_that_grows_is_killed_while_its_plan_grows(forked: Forge, tmp_path: Path, faults: Faults) -> None:
     manifest(tmp_path / "m.parquet", rows(30))
     assert forked(settings(tmp_path, out="whole")).returncode == 0

@@ -216,7 +216,7 @@ def test_a_pass_that_broke_off_leaves_nothing_behind() -> None:
         assert torch.equal(encoder(ids)[0], expected)
 
 
-@pytest.mark.parametrize("quantization", ["none", "fp8"])
+@pytest.mark.parametrize("quantization", ["none", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_windowed_loads_to_the_host_what_leaves_it_later_and_draws_the_same_bytes(
     quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

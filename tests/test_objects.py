@@ -187,6 +187,7 @@ def never() -> FakeModel:
     raise AssertionError("a model was loaded")
 
 
+@pytest.mark.slow
 def test_a_prefix_is_repaired_reused_and_looked_into_like_a_folder(tmp_path: Path) -> None:
     manifest(tmp_path / "m.parquet", rows(25))
     first, second = "memory:///monday", "memory:///tuesday"

@@ -108,6 +108,7 @@ def test_a_job_that_is_killed_and_resumed_has_the_bytes_of_one_that_was_not(
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 def test_the_verbs_that_look_into_a_run_know_such_a_pipeline(
     tmp_path: Path, command: Callable[..., Done], pipelines: Callable[[str], Path]
 ) -> None:

@@ -55,6 +55,7 @@ def test_br41_relative_paths_stand_on_the_folder_of_the_start_though_hydra_may_c
     assert stored["settings"]["output"]["dir"] in ("run", str(tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_br35_a_reader_beside_a_running_job_never_sees_half_a_file(tmp_path: Path, faults) -> None:
     manifest(tmp_path / "m.parquet", rows(60))
     process = started(settings(tmp_path), FAKE_SLOW_S="0.05")

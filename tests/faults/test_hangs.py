@@ -27,7 +27,7 @@ STAGE_OF = {
     "compress": "compress",
 }
 HANGS = [(place, mode) for place in STAGE_OF for mode in ("double_buffered", "serial")]
-QUICK = [("velocity", "double_buffered"), ("compress", "double_buffered"), ("encode", "serial")]
+QUICK = [("velocity", "double_buffered")]
 
 
 def hang(tmp_path: Path, place: str, mode: str, number: int) -> tuple[int, str]:
@@ -118,6 +118,7 @@ def test_no_limit_starts_no_thread() -> None:
         assert threading.active_count() == before
 
 
+@pytest.mark.slow
 def test_a_process_that_was_stopped_for_longer_than_the_limit_has_not_hung(tmp_path: Path, faults) -> None:
     """Schedulers suspend jobs (SIGSTOP); the clock of the watch stands still meanwhile."""
     manifest(tmp_path / "m.parquet", rows(8))
