@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fluxbatch.config import JobConfig
-from fluxbatch.errors import ConfigError
+from fluxbatch.errors import ConfigError, first_line
 
 # Settings that are paths or names: their values are taken letter by letter, whatever Hydra's grammar thinks of them.
 LITERAL_KEYS = (
@@ -88,7 +88,7 @@ def _compose(task: Callable[[DictConfig], None], overrides: list[str]) -> None:
     except BrokenPipeError:  # `--help | head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception as error:  # what Hydra makes of a group that is null, a number or a list
-        raise ConfigError(f"{' '.join(overrides)} cannot be composed: {_first_line(str(error))}") from error
+        raise ConfigError(f"{' '.join(overrides)} cannot be composed: {first_line(error)}") from error
 
 
 def conf_folder() -> Path:
@@ -192,7 +192,7 @@ def _singular(name: str) -> list[str]:
 def _sentence(error: Exception, overrides: list[str]) -> str:
     """The key, the rule and the value, out of Hydra's and OmegaConf's several lines."""
     cause = error.__cause__ or error
-    first = _first_line(getattr(cause, "msg", None) or str(cause))
+    first = first_line(getattr(cause, "msg", None) or str(cause))
     key = getattr(cause, "full_key", None) or _key_in(str(error))
     if isinstance(error, MissingConfigException):
         return _no_such_choice(str(error))
@@ -218,10 +218,6 @@ def _sentence(error: Exception, overrides: list[str]) -> str:
     return f"{key}: {first}" if key else first
 
 
-def _first_line(text: str) -> str:
-    return next((line.strip() for line in text.splitlines() if line.strip()), text)
-
-
 def _key_in(text: str) -> str | None:
     found = re.search(r"full_key: (\S+)", text)
     return found[1] if found else None
@@ -231,7 +227,7 @@ def _no_such_choice(text: str) -> str:
     missing = re.search(r"Could not find '(\w+)/(.*)'", text)
     options = re.findall(r"^\t(?!provider)(\S+)$", text, flags=re.MULTILINE)
     if not missing:
-        return _first_line(text)
+        return first_line(text)
     told = f"{missing[1]} must be one of {', '.join(options)}, got {missing[2]!r}"
     if missing[1] == "job":
         told += f"; one of your own is FOLDER/job/{missing[2]}.yaml, named by --config-dir FOLDER"

@@ -1,5 +1,7 @@
 """What can end a command, each with its exit code. Every message is one sentence: the place, the rule, the value."""
 
+from __future__ import annotations
+
 EXIT_DONE = 0
 EXIT_FATAL = 1
 EXIT_CONFIG = 2
@@ -9,6 +11,16 @@ EXIT_DISCREPANCY = 5
 EXIT_BUSY = 6
 EXIT_INTERRUPTED = 75
 EXIT_LOST = 71  # of a supervised process only, for its supervisor: ProcessLost, where others end with 1
+
+SAID_AT_MOST = 300  # letters of another library's message: some print all settings
+
+
+def first_line(said: BaseException | str) -> str:
+    """What another library says, as a part of one of our sentences; the name of an error that says nothing."""
+    line = next((line.strip() for line in str(said).splitlines() if line.strip()), "")
+    if not line and isinstance(said, BaseException):
+        return type(said).__name__
+    return line if len(line) <= SAID_AT_MOST else f"{line[: SAID_AT_MOST - 3]}..."
 
 
 def end_code(row_errors: int, *, fail_on_row_errors: bool) -> int:

@@ -266,3 +266,9 @@ def test_br41_a_multirun_leaves_nothing_where_the_command_was_given(
     assert with_config(["-m", "plan.shard_size=10,20"], lambda cfg: seen.append(cfg.plan.shard_size) or 0) == 0
     assert seen == [10, 20]
     assert not list(tmp_path.iterdir())
+
+
+def test_what_hydra_says_is_cut_where_it_prints_all_settings() -> None:
+    with pytest.raises(ConfigError) as refused:
+        composed("~={}")
+    assert len(str(refused.value)) < 400

@@ -16,7 +16,7 @@ from fluxbatch import config, run, tiny
 from fluxbatch.compose import with_config
 from fluxbatch.config import JobConfig, ModelConfig
 from fluxbatch.errors import ConfigError, FluxbatchError
-from fluxbatch.models import Model, flux1, flux2, load_model, loading, memory, residency
+from fluxbatch.models import Model, flux1, flux2, homes, load_model, loading, memory, residency
 from fluxbatch.models.flux1 import Flux1
 from fluxbatch.models.flux2 import Flux2, keep_first_layers
 from fluxbatch.models.loading import Placement
@@ -67,7 +67,7 @@ def test_stored_weights_are_counted_from_their_headers_without_layers_that_are_n
         parts[name].save_pretrained(tmp_path / name)
     cfg = model_config(family="flux2", path=str(tmp_path))
     shapes = {name: residency._component_shapes(tmp_path, name, stem)
-              for name, stem in loading.LAYOUTS["flux2"].weights.items()}  # fmt: skip
+              for name, stem in homes.LAYOUTS["flux2"].weights.items()}  # fmt: skip
     found = residency.footprint(shapes, cfg=cfg, placement=BF16, text_encoder="text_encoder", num_layers=27)
     used = keep_first_layers(parts["text_encoder"].model, 27)
     assert found.components["text_encoder"] * 2**30 == sum(p.numel() * 2 for p in used.parameters()) + 16 * 2

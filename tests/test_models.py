@@ -21,7 +21,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, Qwen3Config, Qwen3Model,
 
 from fluxbatch import tiny
 from fluxbatch.errors import ConfigError, FluxbatchError
-from fluxbatch.models import Model, check_model, flux1, flux2, load_model, loading
+from fluxbatch.models import Model, check_model, flux1, flux2, homes, load_model, loading
 from fluxbatch.models.flux1 import Flux1
 from fluxbatch.models.flux2 import Flux2
 from fluxbatch.models.tokens import RandomTokenizer
@@ -271,7 +271,7 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_br44_a_cached_model_loads_without_an_outgoing_request(hub_cache: Path) -> None:
     cfg = model_config(path="somebody/tiny", max_sequence_length=64)
-    assert loading.model_folder(cfg) == hub_cache
+    assert homes.model_folder(cfg) == hub_cache
     assert load_model(cfg, true_cfg_scale=2.0).name == "tiny"
 
 
@@ -295,7 +295,7 @@ def test_br44_what_the_hub_refuses_is_one_sentence(monkeypatch: pytest.MonkeyPat
         raise OSError("401 Client Error: access to somebody/gated is restricted\nlog in first")
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(loading, "_snapshot", snapshot)
+    monkeypatch.setattr(homes, "_snapshot", snapshot)
     assert refusal(path="somebody/gated").endswith("401 Client Error: access to somebody/gated is restricted")
     assert asked == [True, False]
 

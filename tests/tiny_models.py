@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, AutoencoderKLFlux2, Flux2Transformer2DModel, FluxTransformer2DModel
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import (
     CLIPTextConfig,
@@ -19,6 +18,7 @@ from transformers import (
 )
 
 from fluxbatch import tiny
+from fluxbatch.bench.stored import byte_tokenizer
 from fluxbatch.config import ModelConfig
 
 MAX_SEQUENCE_LENGTH = 48
@@ -141,16 +141,8 @@ def qwen3(*, num_layers: int) -> Qwen3ForCausalLM:
 
 
 def qwen_tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes, Qwen's special tokens and the part of its chat template that klein uses."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
-    tokenizer.add_special_tokens(special)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=special[0], eos_token=special[2], chat_template=CHAT_TEMPLATE
-    )
+    """With the part of Qwen's chat template that klein uses."""
+    return byte_tokenizer(CHAT_TEMPLATE)
 
 
 def flux2_parts(*, num_text_layers: int = 30) -> dict[str, Any]:

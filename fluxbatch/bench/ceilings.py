@@ -27,7 +27,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fluxbatch.bench import jobs
 from fluxbatch.bench.measure import GpuWatch, Limit, device_of, free_memory, synchronize, table, timed_ms
 from fluxbatch.config import IMAGE_FORMATS, JobConfig, ModelConfig, OutputConfig
-from fluxbatch.models import loading
+from fluxbatch.errors import first_line
+from fluxbatch.models import homes, loading
 from fluxbatch.pipeline.compress import compress
 from fluxbatch.pipeline.prefetch import draw_noise
 from fluxbatch.records import Bucket
@@ -105,7 +106,7 @@ def measure(cfg: JobConfig, options: argparse.Namespace) -> Iterator[dict[str, A
 def transformer_config(cfg: ModelConfig) -> dict[str, Any]:
     """The transformer's settings, from the built-in table or the model's folder; no weights."""
     if not cfg.random_weights:
-        return loading.read_json(loading.model_folder(cfg) / "transformer" / "config.json")
+        return homes.read_json(homes.model_folder(cfg) / "transformer" / "config.json")
     from fluxbatch.models import flux1, flux2
 
     return loading.random_config(flux1.RANDOM if cfg.family == "flux1" else flux2.RANDOM, cfg)["transformer"]
@@ -161,7 +162,7 @@ def _timed_product(name: str, make: Callable[..., Any], product: Product, device
         once_ms = timed_ms(work, device=device, repeats=3)
         ms = timed_ms(work, device=device, calls=max(1, int(READING_MS / once_ms)), warm_up=0)
     except (RuntimeError, NotImplementedError, ValueError) as error:
-        return {f"{name} error": loading.first_line(error)}
+        return {f"{name} error": first_line(error)}
     return {f"{name} ms": round(ms, 4), f"{name} TFLOP/s": round(product.flop / ms / 1e9, 1)}
 
 
@@ -195,7 +196,7 @@ def _sustained(shapes: Shapes, device: torch.device, seconds: float) -> dict[str
         try:
             work = make(largest, device)
         except (RuntimeError, NotImplementedError, ValueError) as error:
-            found[name] = {"error": loading.first_line(error)}
+            found[name] = {"error": first_line(error)}
             continue
         with GpuWatch(device) as watch:
             per_s = _calls_per_s(work, device, seconds)
@@ -237,7 +238,7 @@ def _attention(shapes: Shapes, device: torch.device) -> list[dict[str, Any]]:
                 ms = timed_ms(lambda: F.scaled_dot_product_attention(query, key, value), device=device)
             row |= {"ms": round(ms, 4), "TFLOP/s": round(flop / ms / 1e9, 1)}
         except RuntimeError as error:  # no kernel for it here, or no memory
-            row["error"] = loading.first_line(error)
+            row["error"] = first_line(error)
         rows.append(row)
         table(columns, [row], header=False)
     return rows

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from fluxbatch.config import ModelConfig
-from fluxbatch.models import flux1, flux2, loading, tuning
+from fluxbatch.models import flux1, flux2, homes, loading, tuning
 from fluxbatch.models.tokens import RandomTokenizer
 
 QWEN3_LAYERS = 36  # diffusers runs all of them, and the head
@@ -88,7 +88,7 @@ def as_pipeline_takes(parts: dict[str, Any]) -> dict[str, Any]:
 def _whole_qwen3(cfg: ModelConfig, placement: loading.Placement) -> Any:
     dtype, device = placement.text_encoder_dtype, placement.device
     if not cfg.random_weights:
-        folder = loading.model_folder(cfg)
+        folder = homes.model_folder(cfg)
         return loading.stored(Qwen3ForCausalLM, folder, subfolder="text_encoder", dtype=dtype, device=device)
     settings = loading.random_config(flux2.RANDOM, cfg)["text_encoder"]
     tied = settings["hidden_size"] == 2560  # Qwen3-4B shares its embeddings with the head, Qwen3-8B does not

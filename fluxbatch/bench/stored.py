@@ -42,7 +42,7 @@ def write_flux2(folder: Path, settings: Mapping[str, dict[str, Any]], *, distill
     }.items():
         loading.initialised(build, dtype=torch.bfloat16, device=device).save_pretrained(folder / name)
     _write_json(folder / "scheduler" / "scheduler_config.json", flux2.SCHEDULER)
-    _tokenizer().save_pretrained(folder / "tokenizer")
+    byte_tokenizer(CHAT_TEMPLATE).save_pretrained(folder / "tokenizer")
     index = {"_class_name": "Flux2KleinPipeline", "is_distilled": distilled}
     _write_json(folder / "model_index.json", index)
     file = folder / "transformer-nvfp4.safetensors"
@@ -97,8 +97,8 @@ def _nvfp4(rows: int, columns: int, device: torch.device) -> dict[str, Tensor]:
     }
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes, Qwen's special tokens, and its chat as klein asks for it."""
+def byte_tokenizer(chat_template: str) -> PreTrainedTokenizerFast:
+    """Bytes and Qwen's special tokens: what klein's pipeline needs of a tokenizer, without a vocabulary."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -106,7 +106,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
     tokenizer.add_special_tokens(special)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=special[0], eos_token=special[2], chat_template=CHAT_TEMPLATE
+        tokenizer_object=tokenizer, pad_token=special[0], eos_token=special[2], chat_template=chat_template
     )
 
 

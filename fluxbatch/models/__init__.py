@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fluxbatch.config import ModelConfig
-from fluxbatch.models import compile_cache, loading, memory, tuning
+from fluxbatch.models import compile_cache, homes, loading, memory, tuning
 from fluxbatch.models.aot.parts import Part
 from fluxbatch.models.checkpoints import convert
 from fluxbatch.models.lora import read_loras
@@ -136,7 +136,7 @@ def check_model(cfg: ModelConfig) -> None:
         memory.budget(placement.device, wanted_gib=cfg.memory_budget_gib)
     if cfg.random_weights:
         return
-    folder, file = loading.model_folder(cfg), loading.checkpoint_file(cfg)
+    folder, file = homes.model_folder(cfg), homes.checkpoint_file(cfg)
     if file is not None:
         convert.fit(file, cfg=cfg, folder=folder)
     if cfg.loras:

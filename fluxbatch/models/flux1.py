@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel, T5Tokenizer
 
 from fluxbatch.config import ModelConfig
-from fluxbatch.models import Decode, Flow, PromptEmbeds, Schedule, Tokens, loading, residency, tuning
+from fluxbatch.models import Decode, Flow, PromptEmbeds, Schedule, Tokens, homes, loading, residency, tuning
 from fluxbatch.models.aot.parts import Part
 from fluxbatch.models.checkpoints import convert
 from fluxbatch.models.fused.decoder import FusedDecoder
@@ -258,7 +258,7 @@ def _fused(parts: dict[str, Any], cfg: ModelConfig, placement: loading.Placement
 
 
 def _stored(cfg: ModelConfig, placement: loading.Placement) -> dict[str, Any]:
-    folder = loading.model_folder(cfg)
+    folder = homes.model_folder(cfg)
     part = partial(loading.stored, folder=folder, device=placement.device)
     text, vae = placement.text_encoder_dtype, placement.vae_dtype
     return {
@@ -271,7 +271,7 @@ def _stored(cfg: ModelConfig, placement: loading.Placement) -> dict[str, Any]:
         "vae": part(AutoencoderKL, subfolder="vae", dtype=vae),
         "tokenizer": loading.stored_tokenizer(CLIPTokenizer, folder, subfolder="tokenizer"),
         "tokenizer_2": loading.stored_tokenizer(T5Tokenizer, folder, subfolder="tokenizer_2"),
-        "scheduler_config": loading.read_json(folder / "scheduler" / "scheduler_config.json"),
+        "scheduler_config": homes.read_json(folder / "scheduler" / "scheduler_config.json"),
     }
 
 

@@ -19,7 +19,7 @@ from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3Model
 
 from fluxbatch.config import ModelConfig
 from fluxbatch.klein import SCHEDULER, TEXT_ENCODER_LAYERS, text_encoder_layers
-from fluxbatch.models import Decode, Flow, PromptEmbeds, Schedule, Tokens, loading, residency, tuning
+from fluxbatch.models import Decode, Flow, PromptEmbeds, Schedule, Tokens, homes, loading, residency, tuning
 from fluxbatch.models.aot.parts import Part
 from fluxbatch.models.checkpoints import convert
 from fluxbatch.models.fused.decoder import FusedDecoder
@@ -283,7 +283,7 @@ def _fused(parts: dict[str, Any], cfg: ModelConfig, placement: loading.Placement
 
 
 def _stored(cfg: ModelConfig, placement: loading.Placement) -> dict[str, Any]:
-    folder = loading.model_folder(cfg)
+    folder = homes.model_folder(cfg)
     part = partial(loading.stored, folder=folder, device=placement.device)
     return {
         "transformer": convert.stored_transformer(Flux2Transformer2DModel, cfg=cfg, folder=folder, placement=placement),
@@ -293,20 +293,20 @@ def _stored(cfg: ModelConfig, placement: loading.Placement) -> dict[str, Any]:
                 subfolder="text_encoder",
                 dtype=placement.text_encoder_dtype,
                 device=placement.text_encoder_device,
-                config=_first_layers_config(loading.read_json(folder / "text_encoder" / "config.json")),
+                config=_first_layers_config(homes.read_json(folder / "text_encoder" / "config.json")),
             ),
             placement,
         ),
         "vae": part(AutoencoderKLFlux2, subfolder="vae", dtype=placement.vae_dtype),
         "tokenizer": loading.stored_tokenizer(Qwen2Tokenizer, folder, subfolder="tokenizer"),
-        "scheduler_config": loading.read_json(folder / "scheduler" / "scheduler_config.json"),
+        "scheduler_config": homes.read_json(folder / "scheduler" / "scheduler_config.json"),
     }
 
 
 def _text_encoder_layers(cfg: ModelConfig) -> tuple[int, ...]:
     if cfg.random_weights:
         return TEXT_ENCODER_LAYERS
-    return text_encoder_layers(loading.read_json(loading.model_folder(cfg) / "text_encoder" / "config.json"))
+    return text_encoder_layers(homes.read_json(homes.model_folder(cfg) / "text_encoder" / "config.json"))
 
 
 def _first_layers_config(settings: dict[str, Any]) -> Qwen3Config:

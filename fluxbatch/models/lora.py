@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from fluxbatch.config import ModelConfig
-from fluxbatch.errors import ConfigError, FluxbatchError
+from fluxbatch.errors import ConfigError, FluxbatchError, first_line
 from fluxbatch.lora_files import lora_path
 from fluxbatch.models import loading
 from fluxbatch.models.checkpoints.header import Header, read_header
@@ -91,7 +91,7 @@ class _File:
         try:
             self._header = read_header(self._path)
         except OSError as error:
-            raise FluxbatchError(f"{self._path}: {loading.first_line(error)}") from error
+            raise FluxbatchError(f"{self._path}: {first_line(error)}") from error
         except ValueError as error:
             raise self._refusal("be a safetensors file", str(error)) from error
 
@@ -112,13 +112,13 @@ class _File:
                 raise ValueError("its metadata and its tensors both have alphas")
             return {layer: scales.applied(layer, change) for layer, change in changes.items()}
         except (ValueError, TypeError, AttributeError, re.error) as error:
-            raise self._refusal("say its alphas once, in numbers", loading.first_line(error)) from error
+            raise self._refusal("say its alphas once, in numbers", first_line(error)) from error
 
     def _read(self, key: str) -> Tensor:
         try:
             tensor = self._header.read(key).float()
         except (OSError, ValueError) as error:
-            raise FluxbatchError(f"{self._path}: {loading.first_line(error)}") from error
+            raise FluxbatchError(f"{self._path}: {first_line(error)}") from error
         if not tensor.isfinite().all():
             raise self._refusal("hold finite numbers", f"{key} does not")
         return tensor
@@ -144,7 +144,7 @@ class _File:
         try:
             return _by_layer(*_read_by_diffusers(self._cfg.family, tensors))
         except CANNOT_CONVERT as error:
-            raise self._refusal(self._of_family, f"{key} cannot be read: {loading.first_line(error)}") from error
+            raise self._refusal(self._of_family, f"{key} cannot be read: {first_line(error)}") from error
 
     def _check_layer(self, keys: list[str], tensors: Tensors, found: Mapping[str, Change]) -> None:
         """A layer's tensors alone become changes that stand in the whole, and lose nothing on the way."""

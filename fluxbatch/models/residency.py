@@ -19,11 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from fluxbatch.config import ModelConfig
-from fluxbatch.errors import ConfigError, FluxbatchError
-from fluxbatch.models import loading, memory
+from fluxbatch.errors import ConfigError, FluxbatchError, first_line
+from fluxbatch.models import homes, memory
 from fluxbatch.models.checkpoints import convert
 from fluxbatch.models.checkpoints.header import read_header
-from fluxbatch.models.loading import LAYOUTS, Placement
+from fluxbatch.models.homes import LAYOUTS
+from fluxbatch.models.loading import Placement
 from fluxbatch.models.precision import PRECISIONS, bytes_per_weight, is_block_matrix
 
 logger = logging.getLogger("fluxbatch")
@@ -72,7 +73,7 @@ def settle(
     limit = memory.budget(placement.device, wanted_gib=cfg.memory_budget_gib)
     memory.enforce(limit, placement.device)
     shapes = _random_shapes(cfg, placement, random) if cfg.random_weights else _stored_shapes(cfg)
-    straight = loading.checkpoint_file(cfg) is not None and PRECISIONS[cfg.quantization].weights is not None
+    straight = homes.checkpoint_file(cfg) is not None and PRECISIONS[cfg.quantization].weights is not None
     needs = footprint(
         shapes, cfg=cfg, placement=placement, text_encoder=text_encoder, num_layers=num_layers, straight=straight
     )
@@ -162,7 +163,7 @@ def _random_shapes(cfg: ModelConfig, placement: Placement, random: Build) -> dic
 
 
 def _stored_shapes(cfg: ModelConfig) -> dict[str, Shapes]:
-    folder, file = loading.model_folder(cfg), loading.checkpoint_file(cfg)
+    folder, file = homes.model_folder(cfg), homes.checkpoint_file(cfg)
     weights = dict(LAYOUTS[cfg.family].weights)
     shapes = {}
     if file is not None:  # in diffusers' names and as it will be dequantised
@@ -173,9 +174,9 @@ def _stored_shapes(cfg: ModelConfig) -> dict[str, Shapes]:
 
 def _component_shapes(folder: Path, name: str, stem: str) -> Shapes:
     try:
-        return {key: shape for path in loading.weight_files(folder / name, stem) for key, shape in header(path).items()}
+        return {key: shape for path in homes.weight_files(folder / name, stem) for key, shape in header(path).items()}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise FluxbatchError(f"model.path={folder}: {name} cannot be loaded: {loading.first_line(error)}") from error
+        raise FluxbatchError(f"model.path={folder}: {name} cannot be loaded: {first_line(error)}") from error
 
 
 def header(path: Path) -> Shapes:

@@ -19,13 +19,13 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fluxbatch.config import ModelConfig
-from fluxbatch.errors import ConfigError
+from fluxbatch.errors import ConfigError, first_line
 from fluxbatch.models import compile_cache, precision
 from fluxbatch.models.aot.forward import install
 from fluxbatch.models.aot.parts import Part, parts_of
 from fluxbatch.models.eight_bit import EightBitLinear
 from fluxbatch.models.fused.blocks import Blocks
-from fluxbatch.models.loading import GIB, Placement, first_line
+from fluxbatch.models.loading import GIB, Placement
 from fluxbatch.models.precision import PRECISIONS
 
 logger = logging.getLogger("fluxbatch")

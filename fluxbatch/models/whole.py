@@ -23,7 +23,7 @@ from diffusers.models.autoencoders.vae import DecoderOutput
 from torch import Tensor, nn
 
 from fluxbatch.config import ModelConfig
-from fluxbatch.errors import ConfigError, FluxbatchError
+from fluxbatch.errors import ConfigError, FluxbatchError, first_line
 from fluxbatch.model_folder import PipelineFacts, describe, find_folder
 from fluxbatch.models import Seams, Tokens, loading, memory
 from fluxbatch.models.trust import refuse_code
@@ -241,4 +241,4 @@ def _stored(facts: PipelineFacts, folder: Path, placement: loading.Placement) ->
     try:
         return getattr(diffusers, facts.name).from_pretrained(folder, local_files_only=True, **modules)
     except (OSError, ValueError) as error:
-        raise FluxbatchError(f"model.path={folder} cannot be loaded: {loading.first_line(error)}") from error
+        raise FluxbatchError(f"model.path={folder} cannot be loaded: {first_line(error)}") from error

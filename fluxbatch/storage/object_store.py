@@ -21,7 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
 from fluxbatch import process
-from fluxbatch.errors import ConfigError
+from fluxbatch.errors import ConfigError, first_line
 
 WHOLE_PUT_BYTES = 64 * 2**20  # beyond, parts go up one by one, and the name is created by a conditional copy
 READ_AHEAD_BYTES = 2**20
@@ -70,7 +70,7 @@ class ObjectStore:
         try:
             return make.from_url(self.url, **options)
         except Exception as error:
-            raise ConfigError(f"{self.url} cannot be opened: {_first_line(error)}") from error
+            raise ConfigError(f"{self.url} cannot be opened: {first_line(error)}") from error
 
     @contextlib.contextmanager
     def _named(self, key: str) -> Iterator[None]:
@@ -81,7 +81,7 @@ class ObjectStore:
             raise
         except self._api.exceptions.BaseError as error:
             number = errno.EACCES if "Permission" in type(error).__name__ else errno.EIO
-            raise OSError(number, _first_line(error), f"{self.url}/{key}") from error
+            raise OSError(number, first_line(error), f"{self.url}/{key}") from error
 
     def read(self, key: str, first: int = 0, stop: int | None = None) -> bytes:
         """An object, or bytes first..stop of it."""
@@ -170,11 +170,6 @@ class ObjectStore:
 def _stat(head: dict[str, Any]) -> Stat:
     modified: datetime = head["last_modified"]
     return Stat(head["size"], int(modified.timestamp() * 1e6) * 1000, head["e_tag"])
-
-
-def _first_line(error: BaseException) -> str:
-    """Without what libraries print for their own developers."""
-    return (str(error).splitlines() or [type(error).__name__])[0][:300]
 
 
 class _Ranges(io.RawIOBase):

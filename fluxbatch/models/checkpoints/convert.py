@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from fluxbatch.config import ModelConfig
-from fluxbatch.errors import ConfigError, FluxbatchError
-from fluxbatch.models import loading
+from fluxbatch.errors import ConfigError, FluxbatchError, first_line
+from fluxbatch.models import homes, loading
 from fluxbatch.models.checkpoints import svdquant
 from fluxbatch.models.checkpoints.fp8 import Fp8
 from fluxbatch.models.checkpoints.header import read_header
@@ -60,13 +60,13 @@ def fit(file: Path, *, cfg: ModelConfig, folder: Path) -> Fitted:
     try:
         checkpoint = recognise(file)
     except OSError as error:
-        raise FluxbatchError(f"model.path={file}: {loading.first_line(error)}") from error
+        raise FluxbatchError(f"model.path={file}: {first_line(error)}") from error
     if checkpoint.family != cfg.family:
         raise ConfigError(
             f"model.path must be of FLUX.{cfg.family[-1]} for model={cfg.name}, "
             f"got {file}, which is of FLUX.{checkpoint.family[-1]}"
         )
-    skeleton = _skeleton(cfg.family, loading.read_json(folder / "transformer" / "config.json"))
+    skeleton = _skeleton(cfg.family, homes.read_json(folder / "transformer" / "config.json"))
     found = tuple(_groups(checkpoint, skeleton))
     _refuse_gaps(checkpoint, found)
     _refuse_strangers(checkpoint, found)
@@ -77,7 +77,7 @@ def fit(file: Path, *, cfg: ModelConfig, folder: Path) -> Fitted:
 
 def stored_transformer(component: Any, *, cfg: ModelConfig, folder: Path, placement: Placement) -> Any:
     """diffusers' transformer, of the class `component`, with its stored weights: the folder's, or those of a file."""
-    file, dtype, device = loading.checkpoint_file(cfg), placement.dtype, placement.transformer_device
+    file, dtype, device = homes.checkpoint_file(cfg), placement.dtype, placement.transformer_device
     if file is not None:
         return _from_file(file, cfg=cfg, folder=folder, dtype=dtype, device=device)
     module = loading.stored(component, folder, subfolder="transformer", dtype=dtype, device=device)
@@ -99,7 +99,7 @@ def _from_file(file: Path, *, cfg: ModelConfig, folder: Path, dtype: torch.dtype
             for group in fitted.groups:
                 _fill(group, tensors, fitted.checkpoint, device, loras)
     except (OSError, ValueError) as error:
-        raise FluxbatchError(f"model.path={file}: {loading.first_line(error)}") from error
+        raise FluxbatchError(f"model.path={file}: {first_line(error)}") from error
     loading.log_component("transformer", module, start_s=start_s)
     return module.eval()
 
@@ -119,7 +119,7 @@ def _room(skeleton: Any, precision: Precision, dtype: torch.dtype) -> Any:
 
 def transformer_shapes(cfg: ModelConfig, folder: Path) -> Shapes:
     """Of the transformer that the folder's settings describe; nothing is built."""
-    return _shapes(_skeleton(cfg.family, loading.read_json(folder / "transformer" / "config.json")))
+    return _shapes(_skeleton(cfg.family, homes.read_json(folder / "transformer" / "config.json")))
 
 
 def _skeleton(family: str, settings: dict[str, Any]) -> Any:
@@ -226,7 +226,7 @@ def _fits(layout: str, held: int, wanted: int) -> bool:
 
 def _fuse(module: Any, loras: Loras, folder: Path) -> None:
     """Add the changes to the weights, from their stored numbers: rounded once, also where those are wider."""
-    files = [read_header(path) for path in loading.weight_files(folder / "transformer", "diffusion_pytorch_model")]
+    files = [read_header(path) for path in homes.weight_files(folder / "transformer", "diffusion_pytorch_model")]
     for layer in loras.changes:
         name = f"{layer}.weight"
         weight, file = module.get_parameter(name).data, next(file for file in files if name in file.entries)
