@@ -91,6 +91,8 @@ def load(cfg: JobConfig) -> tuple[Model, float]:
 @contextmanager
 def scratch(folder: Path | None = None) -> Iterator[Path]:
     """A folder for manifests and run folders, gone afterwards."""
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="fluxbatch-bench-", dir=folder) as made:
         yield Path(made)
 
