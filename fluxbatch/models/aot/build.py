@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import signal
+import subprocess
+import sys
 import time
 import warnings
 import zipfile
@@ -18,13 +21,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from fluxbatch.errors import FluxbatchError
+from fluxbatch.models.aot.forward import index_of
 from fluxbatch.models.aot.packages import KEY, Wanted, publishing
 from fluxbatch.models.aot.parts import weights_of
-from fluxbatch.models.aot.toolkit import cuda_toolkit
+from fluxbatch.models.aot.toolkit import cuda_toolkit, linking_compiler
 
 logger = logging.getLogger("fluxbatch")
 
 CUDNN = "_native_cudnn"
+LOAD = """import sys, torch
+torch._C._aoti.AOTIModelPackageLoader(sys.argv[1], "model", True, 1, int(sys.argv[2]))"""
 
 
 class _Functional(nn.Module):
@@ -57,14 +63,30 @@ def build(wanted: Wanted, module: nn.Module, *, device: torch.device) -> None:
                 torch._inductor.aoti_compile_and_package(
                     program,
                     package_path=str(temporary),
-                    inductor_configs={"aot_inductor.metadata": {KEY: json.dumps(wanted.key)}},
+                    inductor_configs={
+                        "aot_inductor.metadata": {KEY: json.dumps(wanted.key)},
+                        "cpp.cxx": (str(linking_compiler(wanted.path.parent / "compiler")),),
+                    },
                 )
+            prove(temporary, device)
     except Exception as error:  # the compilers' errors have no common base
         raise FluxbatchError(f"{wanted} cannot be compiled: {str(error).strip().partition(chr(10))[0]}") from error
     if wanted.part.attention == CUDNN and not _calls(wanted.path, "scaled_dot_product_cudnn_attention"):
         logger.warning("%s: the package does not use cuDNN's attention", wanted)
     size_mib = wanted.path.stat().st_size / 2**20
     logger.info("compiled %s in %.1f s: %s, %.1f MiB", wanted, time.perf_counter() - start_s, wanted.path, size_mib)
+
+
+def prove(package: Path, device: torch.device) -> None:
+    """Load it in a process of its own: a library that does not fit kills whoever loads it. RuntimeError where it did.
+
+    Other failures are left to a run, which ends with a sentence: here the GPU may serve one process only.
+    """
+    command = [sys.executable, "-c", LOAD, str(package), str(index_of(device))]
+    loaded = subprocess.run(command, capture_output=True, check=False)
+    if loaded.returncode < 0:
+        name = signal.Signals(-loaded.returncode).name
+        raise RuntimeError(f"a process that loads the package is ended by {name}")
 
 
 @contextlib.contextmanager

@@ -67,8 +67,7 @@ class Package:
     def __init__(self, path: Path, device: torch.device) -> None:
         # What torch._inductor.aoti_load_package comes to, which imports the compilers first, for seconds. Single
         # threaded, for one thread launches: otherwise a second call waits until the device has done the first.
-        index = -1 if device.index is None else device.index
-        self._loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, index)
+        self._loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, index_of(device))
         self._outputs = pytree.treespec_loads(self._loader.get_call_spec()[1])
         self._device = device
         self._ooms = self._out_of_memory_errors()
@@ -92,3 +91,8 @@ class Package:
         if self._device.type != "cuda":
             return 0
         return int(torch.cuda.memory_stats(self._device).get("num_ooms", 0))
+
+
+def index_of(device: torch.device) -> int:
+    """As torch's loader takes it: -1 is the current one."""
+    return -1 if device.index is None else device.index
