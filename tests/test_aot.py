@@ -21,12 +21,13 @@ from test_parity import MIXED, distance, pixels
 from tiny_models import MAX_SEQUENCE_LENGTH, VAE, flux1_transformer, loud, model_config
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 
 from fluxbatch.command import run_command
 from fluxbatch.errors import ConfigError
 from fluxbatch.models import load_model, tuning
 from fluxbatch.models.aot import parts, toolkit
-from fluxbatch.models.aot.build import build
+from fluxbatch.models.aot.build import build, prove
 from fluxbatch.models.aot.forward import Package, install
 from fluxbatch.models.aot.packages import Wanted, publishing, read_key
 from fluxbatch.models.aot.parts import Call, Part, parts_of
@@ -243,6 +244,36 @@ def test_a_package_appears_whole_or_not_at_all(tmp_path: Path) -> None:
             temporary.write_bytes(content)
             assert not path.exists() or path.read_bytes() == b"first"
     assert [entry.name for entry in path.parent.iterdir()] == ["block.pt2"] and path.read_bytes() == b"second"
+
+
+DEADLY = "__attribute__((constructor)) static void die(void) { *(volatile int *)0 = 0; }"
+
+
+def test_a_package_that_kills_whoever_loads_it_is_found_out_before_it_is_published(
+    folder: Path, tmp_path: Path
+) -> None:
+    sound, deadly = wanted(single_part(), folder).path, tmp_path / "deadly.pt2"
+    library = tmp_path / "library.so"
+    compiler = ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)]
+    subprocess.run(compiler, input=DEADLY, text=True, check=True)
+    with zipfile.ZipFile(sound) as held, zipfile.ZipFile(deadly, "w") as made:
+        for name in held.namelist():
+            made.writestr(name, library.read_bytes() if name.endswith(".so") else held.read(name))
+    with pytest.raises(RuntimeError, match="a process that loads the package is ended by SIGSEGV"):
+        prove(deadly, CPU)
+    prove(sound, CPU)
+
+
+@pytest.mark.gpu
+def test_a_package_for_the_gpu_computes_what_its_module_computes(tmp_path: Path) -> None:
+    device, part = torch.device("cuda"), single_part()
+    block = part.modules[0].to(device)
+    given = pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, arguments())
+    theirs = draw(block, given)
+    package = Wanted.of(part, Call.of((), given), folder=tmp_path, device=device)
+    build(package, block, device=device)
+    install(part, folder=tmp_path, device=device)
+    assert_close(draw(block, given), theirs)
 
 
 # --- what a job needs -------------------------------------------------------------------------------------------------

@@ -24,13 +24,15 @@ from fluxbatch.errors import FluxbatchError
 from fluxbatch.models.aot.forward import index_of
 from fluxbatch.models.aot.packages import KEY, Wanted, publishing
 from fluxbatch.models.aot.parts import weights_of
-from fluxbatch.models.aot.toolkit import cuda_toolkit, linking_compiler
+from fluxbatch.models.aot.toolkit import cuda_toolkit
 
 logger = logging.getLogger("fluxbatch")
 
 CUDNN = "_native_cudnn"
 LOAD = """import sys, torch
-torch._C._aoti.AOTIModelPackageLoader(sys.argv[1], "model", True, 1, int(sys.argv[2]))"""
+package, kind, index = sys.argv[1:]
+torch.empty(1, device=kind)
+torch._C._aoti.AOTIModelPackageLoader(package, "model", True, 1, int(index))"""
 
 
 class _Functional(nn.Module):
@@ -63,10 +65,7 @@ def build(wanted: Wanted, module: nn.Module, *, device: torch.device) -> None:
                 torch._inductor.aoti_compile_and_package(
                     program,
                     package_path=str(temporary),
-                    inductor_configs={
-                        "aot_inductor.metadata": {KEY: json.dumps(wanted.key)},
-                        "cpp.cxx": (str(linking_compiler(wanted.path.parent / "compiler")),),
-                    },
+                    inductor_configs={"aot_inductor.metadata": {KEY: json.dumps(wanted.key)}},
                 )
             prove(temporary, device)
     except Exception as error:  # the compilers' errors have no common base
@@ -82,7 +81,7 @@ def prove(package: Path, device: torch.device) -> None:
 
     Other failures are left to a run, which ends with a sentence: here the GPU may serve one process only.
     """
-    command = [sys.executable, "-c", LOAD, str(package), str(index_of(device))]
+    command = [sys.executable, "-c", LOAD, str(package), device.type, str(index_of(device))]
     loaded = subprocess.run(command, capture_output=True, check=False)
     if loaded.returncode < 0:
         name = signal.Signals(-loaded.returncode).name

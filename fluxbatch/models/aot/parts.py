@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fluxbatch import __version__
-from fluxbatch.models.aot.toolkit import OWN_SYMBOLS_FIRST
 
 NOT_OF_A_BLOCK = ("num_layers", "num_single_layers")  # how many there are makes no block another one
 
@@ -117,7 +116,6 @@ def key_of(part: Part, call: Call, device: torch.device) -> Key:
         "arguments": [str(leaf) for leaf in call.leaves],
         "structure": str(call.structure),
         "attention": part.attention,
-        "linked": OWN_SYMBOLS_FIRST,
         "machine": _machine(device),
         "versions": versions(),
     }

@@ -1,10 +1,6 @@
-"""What host code is compiled with: CUDA's headers and driver library, and a compiler that links a package to itself.
+"""Where host code for CUDA finds headers and the driver's library: a toolkit, or what pip and the driver bring.
 
 AOTInductor wants a CUDA_HOME. A machine that has torch from pip has most of one; two small packages have the rest.
-
-A package's library must use its own copies of C++'s templates. torch loads CUDA's libraries for all to see, and one of
-them, libcufile, shows the std::regex of the compiler that made it: half of a package's own would be replaced by it,
-and a package made by GCC 13 dies of that mixture (SIGSEGV in parse_device_str) before it has computed anything.
 """
 
 from __future__ import annotations
@@ -12,8 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shlex
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,30 +16,6 @@ import torch
 HEADERS = ("cuda.h", "cuda_runtime_api.h", "crt/host_defines.h", "nv/target")
 SEARCHED = ("CUDA_INC_PATH", "CPLUS_INCLUDE_PATH")  # what torch and the compiler look through besides
 DRIVER = "libcuda.so.1"
-OWN_SYMBOLS_FIRST = "-Wl,-Bsymbolic"  # to the linker
-LINKING = """#!/bin/sh
-for word in "$@"; do
-  [ "$word" = -shared ] && exec {compiler} {flag} "$@"
-done
-exec {compiler} "$@"
-"""
-
-
-def linking_compiler(folder: Path) -> Path:
-    """A script in `folder` that calls the compiler that torch would call, with the flag that torch has no setting for.
-
-    Its name tells torch which compiler it is.
-    """
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
-    compiler = get_cpp_compiler()
-    folder.mkdir(parents=True, exist_ok=True)
-    script = folder / Path(compiler).name
-    temporary = script.with_name(f".{script.name}-{uuid.uuid4().hex}")
-    temporary.write_text(LINKING.format(compiler=shlex.quote(compiler), flag=OWN_SYMBOLS_FIRST), encoding="utf-8")
-    temporary.chmod(0o755)
-    temporary.replace(script)
-    return script
 
 
 @contextlib.contextmanager
