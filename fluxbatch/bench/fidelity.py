@@ -1,6 +1,7 @@
-"""Question: what does a precision, or a step cache, change in the pictures of the embedded model?
+"""Question: what does a precision, or a step cache, change in the pictures of an embedded model?
 
 python -m fluxbatch bench fidelity
+python -m fluxbatch bench fidelity model=tiny_flux2
 
 The same prompts and seeds are drawn exactly (float32, diffusers' modules, every step) and then in each variant.
 `right`: the share of pictures in which the judge finds everything that the prompt asks for; `checks`: the share of
@@ -30,6 +31,7 @@ from fluxbatch.models import Model
 from fluxbatch.pipeline.loop import run_pipeline
 from fluxbatch.records import Batch, BatchPlan, Bucket, Request
 from fluxbatch.step_cache import SCHEDULES
+from fluxbatch.tiny import FOLDERS
 from fluxbatch.tiny.score import summary, verdicts
 from fluxbatch.tiny.words import SCENERY
 from fluxbatch.tiny.writer import Writer
@@ -64,8 +66,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(cfg: JobConfig, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    if cfg.model.name != "tiny":
-        raise ConfigError(f"bench fidelity needs model=tiny, whose pictures a judge reads, got {cfg.model.name}")
+    if cfg.model.name not in FOLDERS:
+        raise ConfigError(
+            f"model must be {' or '.join(FOLDERS)} for bench fidelity, whose pictures are judged, got {cfg.model.name}"
+        )
     bucket = jobs.bucket_of(cfg, None, None)
     rows = _requests(cfg, bucket, options.rows)
     exact_model = _loaded(cfg, Variant(EXACT, {}, {}))
