@@ -17,16 +17,16 @@ from fluxbatch.config import JobConfig
 from fluxbatch.errors import end_code
 from fluxbatch.manifest.files import open_manifest
 from fluxbatch.output.job import Differences
-from fluxbatch.output.ledger import Ledger, row_counts
+from fluxbatch.output.ledger import Ledger, failed_rows, row_counts
 from fluxbatch.output.left import begun_batches, left_in_folder, left_to_make
 from fluxbatch.output.reuse import open_earlier
 from fluxbatch.plan import deal, estimate, rates
 from fluxbatch.plan.batch_size import RememberedSizes
-from fluxbatch.plan.cut import PlanPart, SecondsOf, SizeOf, plan_part, with_seconds
+from fluxbatch.plan.cut import PlanPart, SecondsOf, SizeOf, plan_part, plan_retry, with_seconds
 from fluxbatch.plan.edits import changed_rules
 from fluxbatch.plan.estimate import Hours, Memory, Spread, Work
 from fluxbatch.plan.planfile import RunPlan, Supersedes
-from fluxbatch.plan.planner import Since, Survey, next_part, survey
+from fluxbatch.plan.planner import Since, Survey, next_part, rows_by_bucket, survey
 from fluxbatch.plan.rates import Known, Observed
 from fluxbatch.processes import devices
 from fluxbatch.records import Bucket
@@ -53,6 +53,7 @@ def forecast(cfg: JobConfig, *, changed: Differences | None = None) -> dict[str,
     part, taken = plan_part(found.counts, plan=cfg.plan, size_of=sizes), plan_part(found.taken, plan=cfg.plan)
     if standing:
         draft = _draft(standing, found.since, cfg, sizes, image_s, redo_all=bool(changed))
+        draft = _with_retry(folder, draft) if cfg.run.retry_failed else draft
         there = _standing(folder, standing, found.since, changed or {}, cfg)
         work, copied, dealt = list(_left(folder, standing, draft)), found.since and found.since.taken, draft.parts
     else:
@@ -163,6 +164,14 @@ def _draft(
     if since:
         draft = grown(draft, "rows", Counter(since.added) - Counter(since.taken), {})
     return draft
+
+
+def _with_retry(folder: RunFolder, draft: RunPlan) -> RunPlan:
+    failed = failed_rows(folder, Ledger.read(folder, draft.revisions), draft)
+    counts: Counter[Bucket] = Counter()
+    for bucket, rows in rows_by_bucket(draft, failed):
+        counts[bucket] += rows.num_rows
+    return draft.with_part(plan_retry(counts, draft.parts), {}) if counts else draft
 
 
 def _planned(part: PlanPart) -> Iterator[Work]:

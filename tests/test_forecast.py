@@ -293,7 +293,12 @@ def test_plan_ends_with_4_where_rows_have_failed_and_with_3_where_a_run_cannot_a
     settings = [f"manifest.path={tmp_path}/m.parquet", f"output.dir={tmp_path}/run"]
     do(settings, lambda: FakeModel(nan_pixels=[2]))
     assert planned(*settings)[0] == do(settings)[1] == 4
-    assert planned(*settings, "run.retry_failed=true")[0] == 0
+    code, answer, _ = planned(*settings, "run.retry_failed=true")
+    assert (code, answer["to_draw"]) == (0, 1) and planned(*settings)[1]["to_draw"] == 0
+    changed = [row | {"prompt": "other"} if row["id"] == "r2" else row for row in rows]
+    pq.write_table(pa.Table.from_pylist(changed), tmp_path / "m.parquet")
+    redone = planned(*settings, "run.retry_failed=true", "run.on_change=redo")[1]
+    assert redone["to_draw"] == 1, "an edited row is drawn again as it is now, and not as it failed besides"
     pq.write_table(pa.Table.from_pylist([rows[0] | {"id": "new", "price": 1.0}, *rows]), tmp_path / "m.parquet")
     code, _, words = planned(*settings)
     assert code == 3 and "a run would end with 3: column price is not in the plan that this run began with" in words

@@ -461,6 +461,9 @@ def test_a_fingerprint_tells_any_edit_and_nothing_else(judge):
     assert len({before, *edited.values()}) == len(edits) + 1
     assert fingerprint(dict(reversed(columns.items()))) == before
     assert fingerprint({**columns, "new": pa.nulls(1)}) == before
+    bare = {"prompt": ["p"]}
+    assert fingerprint({**bare, "first": pa.nulls(1)}) == fingerprint(bare), "of a manifest without columns of its own"
+    assert fingerprint({**bare, "first": [""]}) != fingerprint(bare)
     assert fingerprint({**columns, "height": [256.0]}) == before
 
 

@@ -310,9 +310,12 @@ def _encoded(columns: Mapping[str, pa.Array]) -> pa.Array:
     """Each row, except its number, as bytes that no other row content gives."""
     derived = ("row", "extra", "shared_guidance")
     fields = [part for name, values in columns.items() if name not in derived for part in _framed(values)]
-    if "extra" in columns:
-        fields.append(_encoded_extra(columns["extra"]))
-    return pc.binary_join_element_wise(*fields, b"|", null_handling="replace", null_replacement=b"~")
+    own = pc.binary_join_element_wise(*fields, b"|", null_handling="replace", null_replacement=b"~")
+    if "extra" not in columns:
+        return own
+    extra = _encoded_extra(columns["extra"])
+    parted = pc.if_else(pc.equal(pc.binary_length(extra), 0), b"", b"|")  # as a manifest without such columns
+    return pc.binary_join_element_wise(own, parted, extra, b"")
 
 
 def _encoded_extra(extra: pa.StructArray) -> pa.Array:

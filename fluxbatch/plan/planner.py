@@ -212,7 +212,7 @@ def add_retry(folder: RunFolder, plan: RunPlan, failed: Mapping[int, set[str]]) 
     """Plan failed rows again, given as ids of each shard: a new part of kind `retry`. No failed rows, no part."""
     counts: Counter[Bucket] = Counter()
     with open_spool() as spool:
-        for bucket, rows in _rows_by_bucket(plan, failed):
+        for bucket, rows in rows_by_bucket(plan, failed):
             spool.add(bucket, rows)
             counts[bucket] += rows.num_rows
         if not counts:
@@ -239,7 +239,7 @@ def add_redo(
     counts: Counter[Bucket] = Counter()
     supersedes = {shard.index: None for shard in plan.shards() if shard.num_kept}
     with open_spool() as spool:
-        for bucket, rows in _rows_by_bucket(plan, _LiveIds(plan)):
+        for bucket, rows in rows_by_bucket(plan, _LiveIds(plan)):
             spool.add(bucket, rows)
             counts[bucket] += rows.num_rows
         image_s = estimate.image_seconds(cfg, rates.recall(cfg))
@@ -273,7 +273,7 @@ class _LiveIds(Mapping[int, set[str]]):
         return len(self._shards)
 
 
-def _rows_by_bucket(plan: RunPlan, ids: Mapping[int, set[str]]) -> Iterator[tuple[Bucket, pa.Table]]:
+def rows_by_bucket(plan: RunPlan, ids: Mapping[int, set[str]]) -> Iterator[tuple[Bucket, pa.Table]]:
     """Rows of the plan, given as ids of each shard."""
     for index in sorted(ids):
         shard = plan.first_shard(index)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import jinja2
@@ -32,6 +33,16 @@ HANDOVER_WORDS = {
 
 def render_html(report: Mapping[str, Any], samples: Sequence[Sample]) -> str:
     """The page of a report, with these pictures."""
+    pictures = [{"sample": sample, "uri": _data_uri(sample.image)} for sample in samples]
+    buckets, more = report["buckets"][:SHOWN_BUCKETS], report["buckets"][SHOWN_BUCKETS:]
+    return _template().render(
+        report=report, pictures=pictures, charts=draw_charts(report), stages=STAGES[1:], buckets=buckets, more=more
+    )
+
+
+@cache
+def _template() -> jinja2.Template:
+    """Compiled once a process."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("fluxbatch", "reports"),
         autoescape=True,
@@ -41,11 +52,7 @@ def render_html(report: Mapping[str, Any], samples: Sequence[Sample]) -> str:
     )
     environment.filters |= {"duration": duration, "number": number, "bytes": data_size, "one_line": one_line}
     environment.filters |= {"milliseconds": milliseconds, "when": when}
-    pictures = [{"sample": sample, "uri": _data_uri(sample.image)} for sample in samples]
-    buckets, more = report["buckets"][:SHOWN_BUCKETS], report["buckets"][SHOWN_BUCKETS:]
-    return environment.get_template(TEMPLATE).render(
-        report=report, pictures=pictures, charts=draw_charts(report), stages=STAGES[1:], buckets=buckets, more=more
-    )
+    return environment.get_template(TEMPLATE)
 
 
 def draw_charts(report: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -141,7 +141,7 @@ def write_report(folder: RunFolder, *, job: dict[str, Any]) -> dict[str, Any]:
         report = build_report(folder, plan, ledger, log=log, job=job)
     samples = take_samples(folder, plan, ledger, image_format=job["settings"]["output"]["image_format"])
     replace_file(folder.report_json, json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False).encode())
-    replace_file(folder.contact_sheet, _encoded(draw_sheet(samples), "PNG", optimize=True))
+    replace_file(folder.contact_sheet, _encoded(draw_sheet(samples), "PNG"))
     replace_file(folder.report_html, render_html(report, samples).encode())
     replace_file(folder.card, dataset_card(report, schema=writers.data_schema(plan.schema)))
     return report
@@ -239,7 +239,7 @@ def _bytes(folder: RunFolder, ledger: Ledger) -> int:
     return sum(line.bytes for line in lines) + images
 
 
-def _encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
+def _encoded(image: Image.Image, kind: str) -> bytes:
     buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
+    image.save(buffer, kind)
     return buffer.getvalue()
