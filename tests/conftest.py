@@ -13,13 +13,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 from forge import Forge, forge
-from hydra._internal.hydra import Hydra
+from quick_settings import read_quickly
 
-# Half a second less a job: the settings are read in C, and not once more only to look whether they ask for a multirun.
-yaml.SafeLoader = yaml.CSafeLoader  # type: ignore[misc, assignment]
-Hydra.get_mode = lambda self, config_name, overrides: None  # type: ignore[method-assign]
+read_quickly()
 
 COUNTED = (
     "kills",

@@ -43,10 +43,20 @@ def write_steps(path: str) -> None:
 
 
 def import_everything() -> None:
+    """What a run imports, and what it makes once a process."""
     import fake_model  # noqa: F401
+    from PIL import Image
+    from quick_settings import read_quickly
 
+    from fluxbatch import run, verbs  # noqa: F401
     from fluxbatch.output import verify  # noqa: F401
     from fluxbatch.pipeline import loop  # noqa: F401
+    from fluxbatch.reports import charts, page
+
+    read_quickly()
+    Image.init()
+    page.template()
+    charts.line_chart([0.0, 1.0], [1.0, 2.0], label="", x_label="")
 
 
 def run(arguments: list[str]) -> int:

@@ -35,13 +35,13 @@ def render_html(report: Mapping[str, Any], samples: Sequence[Sample]) -> str:
     """The page of a report, with these pictures."""
     pictures = [{"sample": sample, "uri": _data_uri(sample.image)} for sample in samples]
     buckets, more = report["buckets"][:SHOWN_BUCKETS], report["buckets"][SHOWN_BUCKETS:]
-    return _template().render(
+    return template().render(
         report=report, pictures=pictures, charts=draw_charts(report), stages=STAGES[1:], buckets=buckets, more=more
     )
 
 
 @cache
-def _template() -> jinja2.Template:
+def template() -> jinja2.Template:
     """Compiled once a process."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("fluxbatch", "reports"),
