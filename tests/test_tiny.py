@@ -486,6 +486,9 @@ def test_what_is_installed_goes_into_the_checkout_that_is_named(tmp_path: Path) 
     assert place.folder == tmp_path / "fluxbatch" / "tiny" / "model_flux2"
     assert (place.folder / "defaults.json").exists()
     assert "| 8x8 | one GPU | 48 |" in place.record.read_text()
+    kept = json.loads(place.losses.read_text())
+    assert [line["loss"] for line in kept["losses"]] == [0.5, 0.25]
+    assert kept["command"] == "python -m fluxbatch.tiny.train --minutes 8.0 --model flux2 --from shipped"
     assert "\nmax_sequence_length: 7\n" in place.settings.read_text()
 
 

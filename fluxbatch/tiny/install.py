@@ -2,8 +2,9 @@
 
     python -m fluxbatch.tiny.install OUT
 
-OUT is the folder of `fluxbatch.tiny.train`: its model replaces the embedded one, its scores all earlier ones. Or that
-of `fluxbatch.tiny.examine`, whose scores complete the table. Knows files, no tensors.
+OUT is the folder of `fluxbatch.tiny.train`: its model replaces the embedded one, its scores all earlier ones, and its
+losses are kept in `losses/`. Or that of `fluxbatch.tiny.examine`, whose scores complete the table. Knows files, no
+tensors.
 """
 
 import argparse
@@ -33,12 +34,15 @@ class Place:
     folder: Path
     settings: Path
     record: Path
+    losses: Path  # of the run that made the weights
 
     @classmethod
     def of(cls, family: str, checkout: Path = CHECKOUT) -> "Place":
         name = NAMES[family]
         folder = checkout / FOLDERS[name].relative_to(CHECKOUT)
-        return cls(folder, checkout / "conf" / "model" / f"{name}.yaml", folder.parent / "TRAINING.md")
+        room = folder.parent
+        settings = checkout / "conf" / "model" / f"{name}.yaml"
+        return cls(folder, settings, room / "TRAINING.md", room / "losses" / f"{family}.json")
 
 
 def install_model(out: Path, folder: Path) -> int:
@@ -90,16 +94,26 @@ def _cut(text: str, mark: str) -> tuple[str, str, str]:
     return text.partition(mark)
 
 
-def _run_line(run: dict[str, Any]) -> str:
+def losses_of(run: dict[str, Any]) -> str:
+    """The loss curve and throughput of a run, one line a measurement, and what it was a run of."""
+    told = {"command": _command(run)} | {name: run[name] for name in ("device", "torch", "trained_s", "samples")}
+    lines = ",\n".join(f"  {json.dumps(line)}" for line in run["losses"])
+    return json.dumps(told, indent=1).removesuffix("\n}") + f',\n "losses": [\n{lines}\n ]\n}}\n'
+
+
+def _command(run: dict[str, Any]) -> str:
     given = run["arguments"]
-    command = (
-        f"`python -m fluxbatch.tiny.train --minutes {given['minutes']} --model {run['model']} --from {given['source']}`"
+    return (
+        f"python -m fluxbatch.tiny.train --minutes {given['minutes']} --model {run['model']} --from {given['source']}"
     )
+
+
+def _run_line(run: dict[str, Any]) -> str:
     rates = [line["samples_per_s"] for line in run["losses"] if line["stage"] == "flow"]
     flow = [line["loss"] for line in run["losses"] if line["stage"] == "flow"]
     rate = sorted(rates)[len(rates) // 2]
     return (
-        f"| {command} | {run['device']}, torch {run['torch']} | {run['trained_s'] / 60:.1f} | "
+        f"| `{_command(run)}` | {run['device']}, torch {run['torch']} | {run['trained_s'] / 60:.1f} | "
         f"{run['samples'] / 1e6:.1f} M | {rate:,.0f} | {flow[0]:.3f} to {flow[-1]:.3f} |\n"
     )
 
@@ -123,6 +137,8 @@ def install(out: Path, checkout: Path = CHECKOUT) -> str:
     size = install_model(out, place.folder)
     place.record.write_text(record)
     place.settings.write_text(with_text_length(place.settings.read_text(), place.folder))
+    place.losses.parent.mkdir(exist_ok=True)
+    place.losses.write_text(losses_of(run))
     return f"{place.folder}: {size / 1e6:.1f} MB; {place.record.name}: one more run, {len(run['scores'])} settings"
 
 
