@@ -361,6 +361,7 @@ def test_status_tells_of_one_job_and_of_ranks_that_are_not_there(tmp_path: Path)
     assert "1 of 3 ranks running" in words and "not running: rank 0, 2" in words
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("torchrun", path=Path(sys.executable).parent) is None, reason="torchrun is not there")
 def test_a_real_torchrun_makes_the_bytes_of_one_process(tmp_path: Path, whole: dict[str, str], faults: Faults) -> None:
     manifest(tmp_path / "m.parquet", rows(60))

@@ -121,6 +121,7 @@ def node_of(nodes: Cluster, pid: int) -> Any:
     return next(node for node in nodes.nodes if pid in nodes.processes(node))
 
 
+@pytest.mark.slow
 def test_a_node_is_killed_in_the_middle_of_a_shard_and_one_joins_and_the_bytes_are_those_of_one_process(
     tmp_path: Path, nodes: Cluster, whole: dict[str, str], faults: Faults
 ) -> None:
