@@ -53,7 +53,8 @@ def install_model(out: Path, folder: Path) -> int:
     aside = folder.with_name(f".{folder.name}")
     shutil.rmtree(aside, ignore_errors=True)
     with tarfile.open(fileobj=io.BytesIO(content)) as tar:
-        tar.extractall(aside, filter="data")
+        tar.extraction_filter = getattr(tarfile, "data_filter", None)  # since Python 3.11.4; the archive is our own
+        tar.extractall(aside)
     size = sum(path.stat().st_size for path in aside.rglob("*") if path.is_file())
     if size > MOST_BYTES:
         raise SystemExit(f"the model is of {size / 1e6:.1f} MB; at most {MOST_BYTES / 1e6:.0f} MB may ship")
