@@ -96,10 +96,9 @@ def _cut(text: str, mark: str) -> tuple[str, str, str]:
 
 
 def losses_of(run: dict[str, Any]) -> str:
-    """The loss curve and throughput of a run, one line a measurement, and what it was a run of."""
-    told = {"command": _command(run)} | {name: run[name] for name in ("device", "torch", "trained_s", "samples")}
-    lines = ",\n".join(f"  {json.dumps(line)}" for line in run["losses"])
-    return json.dumps(told, indent=1).removesuffix("\n}") + f',\n "losses": [\n{lines}\n ]\n}}\n'
+    """The loss curve and throughput of a run, and what it was a run of, as JSON."""
+    kept = {name: run[name] for name in ("device", "torch", "trained_s", "samples", "losses")}
+    return json.dumps({"command": _command(run)} | kept, indent=1) + "\n"
 
 
 def _command(run: dict[str, Any]) -> str:
