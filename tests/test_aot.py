@@ -276,6 +276,33 @@ def test_a_package_for_the_gpu_computes_what_its_module_computes(tmp_path: Path)
     assert_close(draw(block, given), theirs)
 
 
+def test_a_package_shows_the_process_nothing_of_its_own_but_what_the_loader_asks_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the compiler links a C++ library of its own into it: two of them in one process end it."""
+    compiler = tmp_path / "g++"
+    static = '#!/bin/sh\ncase "$*" in *" -shared "*) exec g++ "$@" -static-libstdc++;; *) exec g++ "$@";; esac\n'
+    compiler.write_text(static, encoding="utf-8")
+    compiler.chmod(0o755)
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (str(compiler),))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))  # precompiled headers are large
+    part = single_part()
+    package = wanted(part, tmp_path)
+    build(package, part.modules[0], device=CPU)
+    with zipfile.ZipFile(package.path) as archive:
+        library = next(name for name in archive.namelist() if name.endswith(".so"))
+        archive.extract(library, tmp_path)
+    listed = subprocess.run(
+        ["nm", "-D", "--defined-only", tmp_path / library], capture_output=True, text=True, check=True
+    )
+    shown = {line.split()[-1] for line in listed.stdout.splitlines()}
+    assert "AOTInductorModelContainerRun" in shown
+    assert all(name.startswith("AOTInductor") for name in shown)
+    inside = subprocess.run(["nm", tmp_path / library], capture_output=True, text=True, check=True).stdout
+    assert "_ZNSt6locale7classicEv" in inside, "the compiler has linked no C++ library into it: nothing was asked"
+    assert_close(draw(packaged(part, tmp_path), arguments()), draw(single_part().modules[0], arguments()))
+
+
 # --- what a job needs -------------------------------------------------------------------------------------------------
 
 

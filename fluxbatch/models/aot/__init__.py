@@ -5,5 +5,6 @@ weights are arguments of its package, so that one package serves all blocks of a
 architecture, and holds no weight. A package fits one launch shape: graphs for several were slower on a GPU.
 
 `parts.py` names the parts and how each is called, `packages.py` keeps packages on disk, `build.py` makes them with
-torch.export and AOTInductor, `forward.py` lets them stand in for the modules, `toolkit.py` finds CUDA's headers.
+torch.export and AOTInductor, `linking.py` seals them, `forward.py` lets them stand in for the modules, `toolkit.py`
+finds CUDA's headers.
 """

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from fluxbatch.errors import FluxbatchError
 from fluxbatch.models.aot.forward import index_of
+from fluxbatch.models.aot.linking import sealing
 from fluxbatch.models.aot.packages import KEY, Wanted, publishing
 from fluxbatch.models.aot.parts import weights_of
 from fluxbatch.models.aot.toolkit import cuda_toolkit
@@ -61,11 +62,10 @@ def build(wanted: Wanted, module: nn.Module, *, device: torch.device) -> None:
             program = torch.export.export(
                 _Functional(module, list(weights)), (tuple(weights.values()), args, kwargs), strict=False
             )
+            metadata = {"aot_inductor.metadata": {KEY: json.dumps(wanted.key)}}
             with cuda_toolkit(device, wanted.path.parent):
                 torch._inductor.aoti_compile_and_package(
-                    program,
-                    package_path=str(temporary),
-                    inductor_configs={"aot_inductor.metadata": {KEY: json.dumps(wanted.key)}},
+                    program, package_path=str(temporary), inductor_configs={**metadata, **sealing()}
                 )
             prove(temporary, device)
     except Exception as error:  # the compilers' errors have no common base

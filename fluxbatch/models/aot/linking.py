@@ -1,0 +1,45 @@
+"""How a package is linked: it shows the process what torch's loader asks for, and keeps the rest to itself.
+
+A compiler that links the C++ library statically (`CXX` of some container images) puts a second one into a package. Its
+symbols then mix with those of the process, and the first std::regex of torch's own code ends the process by SIGSEGV.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+EXPORTS = "{ global: AOTInductor*; local: *; };\n"  # a version script: ld, lld, gold and mold read it
+COMPILER = """#!/bin/sh
+for word in "$@"; do
+    if [ "$word" = -shared ]; then exec {compiler} "$@" -Wl,--version-script={exports}; fi
+done
+exec {compiler} "$@"
+"""
+
+
+def sealing() -> dict[str, Any]:
+    """Settings with which Inductor links packages so: the compiler that it would take, by way of a script."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    compiler = get_cpp_compiler()
+    name = hashlib.sha256((compiler + EXPORTS + COMPILER).encode()).hexdigest()[:16]
+    folder = Path(cache_dir(), "fluxbatch", name)  # always the same: precompiled headers are kept by its path
+    exports, script = folder / "exports.map", folder / Path(compiler).name  # torch reads the kind from the name
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(exports, EXPORTS, mode=0o644)
+    words = {"compiler": shlex.quote(compiler), "exports": shlex.quote(str(exports))}
+    _write(script, COMPILER.format(**words), mode=0o755)
+    return {"cpp.cxx": (str(script),)}
+
+
+def _write(path: Path, text: str, *, mode: int) -> None:
+    """Another process may be running it."""
+    temporary = path.with_name(f".{path.name}-{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.chmod(mode)
+    temporary.replace(path)
