@@ -29,7 +29,8 @@ def sealing() -> dict[str, Any]:
     compiler = get_cpp_compiler()
     name = hashlib.sha256((compiler + EXPORTS + COMPILER).encode()).hexdigest()[:16]
     folder = Path(cache_dir(), "fluxbatch", name)  # always the same: precompiled headers are kept by its path
-    exports, script = folder / "exports.map", folder / Path(compiler).name  # torch reads the kind from the name
+    exports = folder / "exports.map"
+    script = folder / compiler.replace("/", "_")  # torch reads from its path of which kind a compiler is
     folder.mkdir(parents=True, exist_ok=True)
     _write(exports, EXPORTS, mode=0o644)
     words = {"compiler": shlex.quote(compiler), "exports": shlex.quote(str(exports))}
