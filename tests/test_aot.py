@@ -276,10 +276,31 @@ def test_a_package_for_the_gpu_computes_what_its_module_computes(tmp_path: Path)
     assert_close(draw(block, given), theirs)
 
 
+def symbols(package: Path, into: Path, *options: str) -> set[str]:
+    """The names in a package's library, as nm lists them."""
+    with zipfile.ZipFile(package) as archive:
+        library = archive.extract(next(name for name in archive.namelist() if name.endswith(".so")), into)
+    listed = subprocess.run(["nm", *options, library], capture_output=True, text=True, check=True)
+    return {line.split()[-1] for line in listed.stdout.splitlines()}
+
+
+def assert_sealed(package: Path, into: Path) -> None:
+    shown = symbols(package, into, "-D", "--defined-only")
+    assert "AOTInductorModelContainerRun" in shown
+    assert all(name.startswith("AOTInductor") for name in shown)
+
+
 def test_a_package_shows_the_process_nothing_of_its_own_but_what_the_loader_asks_for(
+    folder: Path, tmp_path: Path
+) -> None:
+    assert_sealed(next(folder.glob("*.pt2")), tmp_path)
+
+
+@pytest.mark.slow
+def test_a_package_whose_compiler_links_a_c_library_of_its_own_is_as_sealed_and_draws(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the compiler links a C++ library of its own into it: two of them in one process end it."""
+    """Two of them in one process, each with symbols of the other, end it."""
     compiler = tmp_path / "g++"
     static = '#!/bin/sh\ncase "$*" in *" -shared "*) exec g++ "$@" -static-libstdc++;; *) exec g++ "$@";; esac\n'
     compiler.write_text(static, encoding="utf-8")
@@ -289,17 +310,8 @@ def test_a_package_shows_the_process_nothing_of_its_own_but_what_the_loader_asks
     part = single_part()
     package = wanted(part, tmp_path)
     build(package, part.modules[0], device=CPU)
-    with zipfile.ZipFile(package.path) as archive:
-        library = next(name for name in archive.namelist() if name.endswith(".so"))
-        archive.extract(library, tmp_path)
-    listed = subprocess.run(
-        ["nm", "-D", "--defined-only", tmp_path / library], capture_output=True, text=True, check=True
-    )
-    shown = {line.split()[-1] for line in listed.stdout.splitlines()}
-    assert "AOTInductorModelContainerRun" in shown
-    assert all(name.startswith("AOTInductor") for name in shown)
-    inside = subprocess.run(["nm", tmp_path / library], capture_output=True, text=True, check=True).stdout
-    assert "_ZNSt6locale7classicEv" in inside, "the compiler has linked no C++ library into it: nothing was asked"
+    assert_sealed(package.path, tmp_path)
+    assert "_ZNSt6locale7classicEv" in symbols(package.path, tmp_path), "no C++ library of its own: nothing was asked"
     assert_close(draw(packaged(part, tmp_path), arguments()), draw(single_part().modules[0], arguments()))
 
 

@@ -93,7 +93,7 @@ def test_killed_at_every_step_in_turn(forked: Forge, tmp_path: Path, kind: str, 
         killed_fresh(forked, tmp_path, kind, number, whole, faults)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])])
 def test_killed_in_each_resume_too_until_it_is_done(
     forked: Forge, tmp_path: Path, kind: str, whole: Any, faults: Faults
 ) -> None:

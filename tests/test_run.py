@@ -212,7 +212,9 @@ def started(overrides: list[str], **environ: str) -> subprocess.Popen[str]:
     return process
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGUSR1, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_br40_a_signal_finishes_what_is_in_flight_and_exits_75(tmp_path: Path, number: signal.Signals) -> None:
     manifest(tmp_path / "m.parquet", rows(60))
     process = started(settings(tmp_path), FAKE_SLOW_S="0.1")
