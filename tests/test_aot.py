@@ -305,11 +305,11 @@ def test_a_package_whose_compiler_links_a_c_library_of_its_own_is_as_sealed_and_
     static = '#!/bin/sh\ncase "$*" in *" -shared "*) exec g++ "$@" -static-libstdc++;; *) exec g++ "$@";; esac\n'
     compiler.write_text(static, encoding="utf-8")
     compiler.chmod(0o755)
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (str(compiler),))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))  # precompiled headers are large
     part = single_part()
     package = wanted(part, tmp_path)
-    build(package, part.modules[0], device=CPU)
+    with torch._inductor.config.patch({"cpp.cxx": (str(compiler),)}):
+        build(package, part.modules[0], device=CPU)
     assert_sealed(package.path, tmp_path)
     assert "_ZNSt6locale7classicEv" in symbols(package.path, tmp_path), "no C++ library of its own: nothing was asked"
     assert_close(draw(packaged(part, tmp_path), arguments()), draw(single_part().modules[0], arguments()))
