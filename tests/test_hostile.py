@@ -12,7 +12,7 @@ import pytest
 from fake_model import FakeModel
 from forge import forge
 from test_run import do, manifest, rows, settings, sound
-from three_outputs import THREE_OUTPUTS
+from three_outputs import ONE_OUTPUT, THREE_OUTPUTS
 
 from fluxbatch.errors import ConfigError, FluxbatchError
 from fluxbatch.output.ledger import Ledger
@@ -114,7 +114,6 @@ def test_a_temporary_file_that_is_a_symlink_is_removed_itself(tmp_path: Path) ->
 # Secrets
 
 
-OTHER_OUTPUTS = ("webdataset", "folder")
 SECRETS = {
     "HF_TOKEN": "hf_SecretOfTheHub", "HUGGING_FACE_HUB_TOKEN": "hf_SecretOfOld", "WANDB_API_KEY": "SecretOfWandb",
     "AWS_SECRET_ACCESS_KEY": "SecretOfAws", "AWS_SESSION_TOKEN": "SecretOfSession", "OPENAI_API_KEY": "sk-Secret",
@@ -122,7 +121,7 @@ SECRETS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["parquet", *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHER_OUTPUTS)])
+@pytest.mark.parametrize("kind", ONE_OUTPUT)
 def test_no_secret_of_the_environment_stands_in_a_file_or_in_the_log(tmp_path: Path, kind: str) -> None:
     manifest(tmp_path / "m.parquet", [*rows(12), {"id": "bad", "prompt": None}])
     with forge(tmp_path / "forge") as forked:

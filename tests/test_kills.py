@@ -13,6 +13,7 @@ import pytest
 from conftest import Faults
 from forge import TESTS, Forge
 from test_run import data_files, ids_written, manifest, rows, settings, sound
+from three_outputs import ONE_OUTPUT
 
 from fluxbatch.output.verify import verify
 from fluxbatch.storage.folder import RunFolder
@@ -75,7 +76,7 @@ def killed_fresh(forked: Forge, tmp_path: Path, kind: str, number: int, whole: A
     ends_like(tmp_path / out, whole(kind)[0], faults)
 
 
-@pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])])
+@pytest.mark.parametrize("kind", ONE_OUTPUT)
 def test_killed_at_a_step_and_started_again_it_writes_the_same_bytes(
     forked: Forge, tmp_path: Path, kind: str, whole: Any, faults: Faults
 ) -> None:
@@ -93,7 +94,7 @@ def test_killed_at_every_step_in_turn(forked: Forge, tmp_path: Path, kind: str, 
         killed_fresh(forked, tmp_path, kind, number, whole, faults)
 
 
-@pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])])
+@pytest.mark.parametrize("kind", ONE_OUTPUT)
 def test_killed_in_each_resume_too_until_it_is_done(
     forked: Forge, tmp_path: Path, kind: str, whole: Any, faults: Faults
 ) -> None:

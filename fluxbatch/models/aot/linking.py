@@ -7,10 +7,11 @@ symbols then mix with those of the process, and the first std::regex of torch's 
 from __future__ import annotations
 
 import hashlib
-import os
 import shlex
 from pathlib import Path
 from typing import Any
+
+from fluxbatch.models.aot.packages import publishing
 
 EXPORTS = "{ global: AOTInductor*; local: *; };\n"  # a version script: ld, lld, gold and mold read it
 COMPILER = """#!/bin/sh
@@ -31,16 +32,10 @@ def sealing() -> dict[str, Any]:
     folder = Path(cache_dir(), "fluxbatch", name)  # always the same: precompiled headers are kept by its path
     exports = folder / "exports.map"
     script = folder / compiler.replace("/", "_")  # torch reads from its path of which kind a compiler is
-    folder.mkdir(parents=True, exist_ok=True)
-    _write(exports, EXPORTS, mode=0o644)
+    with publishing(exports) as temporary:
+        temporary.write_text(EXPORTS, encoding="utf-8")
     words = {"compiler": shlex.quote(compiler), "exports": shlex.quote(str(exports))}
-    _write(script, COMPILER.format(**words), mode=0o755)
+    with publishing(script) as temporary:
+        temporary.write_text(COMPILER.format(**words), encoding="utf-8")
+        temporary.chmod(0o755)
     return {"cpp.cxx": (str(script),)}
-
-
-def _write(path: Path, text: str, *, mode: int) -> None:
-    """Another process may be running it."""
-    temporary = path.with_name(f".{path.name}-{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.chmod(mode)
-    temporary.replace(path)

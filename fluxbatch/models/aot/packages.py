@@ -80,12 +80,12 @@ def read_key(path: Path) -> Key:
 
 @contextmanager
 def publishing(path: Path) -> Iterator[Path]:
-    """A name to write a package to; it takes its own name whole, over whatever stands there.
+    """A name to write a file to; it takes its own name whole, over whatever stands there.
 
-    Two processes that make the same package replace each other's, and either will do. Nobody reads one half.
+    Two processes that make the same one replace each other's, and either will do. Nobody reads one half.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.stem}-{uuid.uuid4().hex}.pt2")
+    temporary = path.with_name(f".{path.stem}-{uuid.uuid4().hex}{path.suffix}")
     try:
         yield temporary
         with temporary.open("rb") as written:
